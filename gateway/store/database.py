@@ -1,0 +1,99 @@
+"""One SQLAlchemy engine for SQLite or PostgreSQL, and the migrations that bring it up to date."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, Engine, create_engine, event, make_url
+from sqlalchemy.engine import URL
+
+_MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
+
+
+class Database:
+    """The trajectory database.
+
+    `read()` and `write()` give a connection in a transaction. On SQLite a write takes the lock at
+    once (`BEGIN IMMEDIATE`), so that it waits at its beginning and never fails in its middle.
+    Calls block: on an event loop they belong in a thread.
+    """
+
+    def __init__(self, url: str):
+        self.url = _driver_url(url)
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self.engine = _create_engine(self.url)
+        self._write_engine = self.engine.execution_options(strop_write=True)
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A connection for reading; what it changes is rolled back."""
+        with self.engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A connection whose changes are committed if the block succeeds."""
+        with self._write_engine.begin() as connection:
+            yield connection
+
+    def migrate(self, revision: str = "head") -> None:
+        """Bring the schema to `revision`, under a lock, so that several processes may ask."""
+        if self.is_sqlite and self.url.database and self.url.database != ":memory:":
+            Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
+        config = Config()
+        config.set_main_option("script_location", str(_MIGRATIONS))
+        with self.write() as connection:
+            if not self.is_sqlite:
+                connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7237461)")
+            config.attributes["connection"] = connection
+            command.upgrade(config, revision)
+
+    def dispose(self) -> None:
+        """Close all pooled connections."""
+        self.engine.dispose()
+
+
+def _driver_url(url: str) -> URL:
+    parsed = make_url(url)
+    if parsed.drivername in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() not in ("sqlite", "postgresql"):
+        raise ValueError(
+            f"database_url {parsed.render_as_string()!r} is neither SQLite nor PostgreSQL; "
+            "use sqlite:///path/to/file or postgresql://user:password@host/name"
+        )
+    return parsed
+
+
+def _create_engine(url: URL) -> Engine:
+    options: dict[str, Any] = {
+        "json_serializer": lambda value: orjson.dumps(value).decode(),
+        "json_deserializer": orjson.loads,
+        "pool_pre_ping": url.get_backend_name() != "sqlite",
+    }
+    if url.get_backend_name() != "sqlite":
+        return create_engine(url, **options, pool_size=10, max_overflow=20)
+    engine = create_engine(url, **options, connect_args={"check_same_thread": False, "timeout": 60})
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: Any) -> None:
+        # The driver must not begin transactions by itself: `begin` below does.
+        connection.isolation_level = None
+        for pragma in (
+            "journal_mode=WAL",
+            "synchronous=FULL",
+            "busy_timeout=60000",
+            "foreign_keys=ON",
+        ):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        write = connection.get_execution_options().get("strop_write", False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+    return engine

@@ -1,0 +1,55 @@
+"""What may be set for a policy, in `strop.toml` under `[policies.NAME]` or by the API."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Lora(BaseModel):
+    """Shape of a policy's adapters; the same for all of its versions."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank: Literal[1, 8, 16, 32, 64, 128, 256] = 8
+    """One of the ranks that vLLM can be started with."""
+
+    alpha: float = Field(default=16, gt=0)
+    """Scale: the adapter's product is multiplied by alpha / rank."""
+
+    target_modules: list[str] = Field(default_factory=lambda: list(LINEAR_LAYERS), min_length=1)
+    """Last parts of the names of the linear layers that are adapted."""
+
+
+class PolicySettings(BaseModel):
+    """How a policy's trajectories are grouped, rewarded and trained on."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    group_size: int = Field(default=4, ge=2)
+    """Rewarded trajectories that make a group ready for training."""
+
+    groups_per_step: int = Field(default=4, ge=1)
+    """Ready groups that one optimiser step waits for."""
+
+    settle_seconds: float = Field(default=2.0, ge=0)
+    """How long nothing must have been added to a group before it is taken."""
+
+    deadline_seconds: float = Field(default=3600.0, gt=0)
+    """Age of its oldest trajectory at which a group is taken however few rewards it has."""
+
+    max_staleness: int = Field(default=8, ge=0)
+    """Versions that may lie between the one that sampled and the one being trained."""
+
+    max_tokens: int = Field(default=32768, ge=1)
+    """Longest sample, in tokens, that is trained on."""
+
+    train_biased: bool = False
+    """Train on completions sampled with top-p, top-k, min-p or penalties too."""
+
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each named reward in the sum; 1 for those not named here."""
+
+    training: dict[str, Any] = Field(default_factory=dict)
+    """Fields of TRL's `GRPOConfig`, by their names."""

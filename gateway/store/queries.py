@@ -1,0 +1,412 @@
+"""Reading the trajectory database."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, RowMapping, func, select
+from sqlalchemy import case as sql_case
+
+from gateway.store import codec
+from gateway.store.models import Choice, Completion, Group, Policy, Reward, Trajectory, Version
+from gateway.store.records import (
+    StoredChoice,
+    StoredCompletion,
+    StoredReward,
+    StoredTrajectory,
+    Tail,
+)
+
+
+@dataclass(slots=True)
+class GroupSummary:
+    """A group with the numbers of its trajectories."""
+
+    id: str
+    policy: str
+    task: str | None
+    state: str
+    """`open`, `claimed` (a trainer has it), or `trained` (nothing in it waits any more)."""
+    trajectories: int
+    rewarded: int
+    used: int
+    skipped: int
+    reasons: dict[str, int]
+    created_at: float
+    updated_at: float
+    closed_at: float | None
+
+
+def policies(connection: Connection, project: str) -> list[RowMapping]:
+    """All policies of a project, by name."""
+    query = select(Policy.__table__).where(Policy.project == project).order_by(Policy.name)
+    return list(connection.execute(query).mappings())
+
+
+def policy(connection: Connection, project: str, name: str) -> RowMapping | None:
+    """One policy."""
+    query = select(Policy.__table__).where(Policy.project == project, Policy.name == name)
+    return connection.execute(query).mappings().one_or_none()
+
+
+def versions(connection: Connection, project: str, name: str) -> list[RowMapping]:
+    """The versions of a policy, oldest first."""
+    query = (
+        select(Version.__table__)
+        .where(Version.project == project, Version.policy == name)
+        .order_by(Version.number)
+    )
+    return list(connection.execute(query).mappings())
+
+
+def version(connection: Connection, project: str, name: str, number: int) -> RowMapping | None:
+    """One version of a policy."""
+    query = select(Version.__table__).where(
+        Version.project == project, Version.policy == name, Version.number == number
+    )
+    return connection.execute(query).mappings().one_or_none()
+
+
+def find_tail(
+    connection: Connection, project: str, keys: Sequence[bytes], trajectory_id: str | None
+) -> Tail | None:
+    """The thread that a request continues.
+
+    Args:
+        keys: digests of the request's beginnings, the longest first.
+        trajectory_id: only look within this trajectory.
+
+    Of several threads that end alike, one that nothing continues yet comes first, then the newest.
+    """
+    if not keys:
+        return None
+    order = sql_case({key: rank for rank, key in enumerate(keys)}, value=Choice.thread_key)
+    query = (
+        select(Completion, Choice)
+        .join(Choice, Choice.completion_id == Completion.id)
+        .where(Choice.thread_key.in_(keys), Completion.project == project)
+        .order_by(order, Choice.continued, Completion.created_at.desc())
+        .limit(1)
+    )
+    columns = query.with_only_columns(
+        Completion.id,
+        Completion.trajectory_id,
+        Completion.messages_count,
+        Completion.messages_digest,
+        Completion.request_digest,
+        Completion.prompt_tokens,
+        Completion.prompt_digest,
+        Choice.index,
+        Choice.token_ids,
+        Choice.sequence_digest,
+    )
+    if trajectory_id is not None:
+        columns = columns.where(Completion.trajectory_id == trajectory_id)
+    row = connection.execute(columns).mappings().first()
+    if row is None:
+        return None
+    prompt = row["prompt_tokens"] if row["prompt_digest"] is not None else 0
+    answer = row["token_ids"]
+    return Tail(
+        completion_id=row["id"],
+        choice=row["index"],
+        trajectory_id=row["trajectory_id"],
+        messages_count=row["messages_count"],
+        messages_digest=row["messages_digest"],
+        request_digest=row["request_digest"],
+        prompt_length=prompt,
+        prompt_digest=row["prompt_digest"],
+        sequence_length=prompt + (len(answer) - 1) // answer[0]
+        if row["sequence_digest"] is not None
+        else 0,
+        sequence_digest=row["sequence_digest"],
+    )
+
+
+def trajectory_place(
+    connection: Connection, project: str, trajectory_id: str, policy_name: str
+) -> tuple[str, str, str | None, int | None] | None:
+    """Group, split and parent of a trajectory, and the first version `policy_name` served it."""
+    row = connection.execute(
+        select(Trajectory.group_id, Trajectory.split, Trajectory.parent_id).where(
+            Trajectory.project == project, Trajectory.id == trajectory_id
+        )
+    ).one_or_none()
+    if row is None:
+        return None
+    first = connection.execute(
+        select(Completion.version)
+        .where(
+            Completion.project == project,
+            Completion.trajectory_id == trajectory_id,
+            Completion.policy == policy_name,
+        )
+        .order_by(Completion.created_at)
+        .limit(1)
+    ).scalar_one_or_none()
+    return row.group_id, row.split, row.parent_id, first
+
+
+def completion(connection: Connection, project: str, completion_id: str) -> StoredCompletion | None:
+    """One completion, whole."""
+    trajectory_id = connection.execute(
+        select(Completion.trajectory_id).where(
+            Completion.project == project, Completion.id == completion_id
+        )
+    ).scalar_one_or_none()
+    if trajectory_id is None:
+        return None
+    found = _completions(connection, project, [trajectory_id])
+    return next(item for item in found if item.id == completion_id)
+
+
+def trajectory(connection: Connection, project: str, trajectory_id: str) -> StoredTrajectory | None:
+    """One trajectory with its completions and rewards."""
+    found = trajectories(connection, project, [trajectory_id])
+    return found[0] if found else None
+
+
+def trajectories(
+    connection: Connection, project: str, ids: Sequence[str]
+) -> list[StoredTrajectory]:
+    """Trajectories, whole, in the order in which they began."""
+    query = (
+        select(Trajectory.__table__)
+        .where(Trajectory.project == project, Trajectory.id.in_(ids))
+        .order_by(Trajectory.created_at, Trajectory.id)
+    )
+    rows = list(connection.execute(query).mappings())
+    completions: dict[str, list[StoredCompletion]] = {}
+    for item in _completions(connection, project, ids):
+        completions.setdefault(item.trajectory_id, []).append(item)
+    rewards: dict[str, list[StoredReward]] = {}
+    for reward in _rewards(connection, project, ids):
+        rewards.setdefault(reward.trajectory_id, []).append(reward)
+    return [
+        StoredTrajectory(
+            project=row["project"],
+            id=row["id"],
+            policy=row["policy"],
+            group_id=row["group_id"],
+            parent_id=row["parent_id"],
+            split=row["split"],
+            attribution=row["attribution"],
+            state=row["state"],
+            reason=row["reason"],
+            step_id=row["step_id"],
+            created_at=row["created_at"],
+            updated_at=row["updated_at"],
+            completions=completions.get(row["id"], []),
+            rewards=rewards.get(row["id"], []),
+        )
+        for row in rows
+    ]
+
+
+def groups(
+    connection: Connection,
+    project: str,
+    policy_name: str | None = None,
+    *,
+    now: float,
+    limit: int = 100,
+    before: float | None = None,
+) -> list[GroupSummary]:
+    """Groups, the most recently active first."""
+    query = select(Group.__table__).where(Group.project == project)
+    if policy_name is not None:
+        query = query.where(Group.policy == policy_name)
+    if before is not None:
+        query = query.where(Group.updated_at < before)
+    query = query.order_by(Group.updated_at.desc(), Group.id).limit(limit)
+    rows = list(connection.execute(query).mappings())
+    counts: dict[tuple[str, str], list[Any]] = {}
+    members = (
+        select(
+            Trajectory.policy,
+            Trajectory.group_id,
+            Trajectory.state,
+            Trajectory.rewarded,
+            Trajectory.reason,
+            func.count(),
+        )
+        .where(Trajectory.project == project, Trajectory.group_id.in_([r["id"] for r in rows]))
+        .group_by(
+            Trajectory.policy,
+            Trajectory.group_id,
+            Trajectory.state,
+            Trajectory.rewarded,
+            Trajectory.reason,
+        )
+    )
+    for name, group_id, *rest in connection.execute(members):
+        counts.setdefault((name, group_id), []).append(rest)
+    return [_summary(row, counts.get((row["policy"], row["id"]), []), now) for row in rows]
+
+
+def _summary(row: RowMapping, counts: list[Any], now: float) -> GroupSummary:
+    total = sum(count for *_, count in counts)
+    used = sum(count for state, _, _, count in counts if state == "used")
+    skipped = sum(count for state, _, _, count in counts if state == "skipped")
+    reasons: dict[str, int] = {}
+    for _, _, reason, count in counts:
+        if reason is not None:
+            reasons[reason] = reasons.get(reason, 0) + count
+    state = "open"
+    if row["lease_owner"] is not None and row["lease_expires"] > now:
+        state = "claimed"
+    elif total and used + skipped == total:
+        state = "trained"
+    return GroupSummary(
+        id=row["id"],
+        policy=row["policy"],
+        task=row["task"],
+        state=state,
+        trajectories=total,
+        rewarded=sum(count for _, rewarded, _, count in counts if rewarded),
+        used=used,
+        skipped=skipped,
+        reasons=reasons,
+        created_at=row["created_at"],
+        updated_at=row["updated_at"],
+        closed_at=row["closed_at"],
+    )
+
+
+def rewards_of(
+    connection: Connection, project: str, trajectory_id: str | None, completion_id: str | None
+) -> list[StoredReward]:
+    """The rewards of a trajectory or of one of its completions, oldest first."""
+    ids = [trajectory_id] if trajectory_id is not None else None
+    return _rewards(connection, project, ids, completion_id)
+
+
+def _rewards(
+    connection: Connection,
+    project: str,
+    trajectory_ids: Sequence[str] | None,
+    completion_id: str | None = None,
+) -> list[StoredReward]:
+    query = select(Reward.__table__).where(Reward.project == project).order_by(Reward.row)
+    if trajectory_ids is not None:
+        query = query.where(Reward.trajectory_id.in_(trajectory_ids))
+    if completion_id is not None:
+        query = query.where(Reward.completion_id == completion_id)
+    return [reward_of(row) for row in connection.execute(query).mappings()]
+
+
+def reward_of(row: RowMapping) -> StoredReward:
+    """A row of the rewards table as a record."""
+    return StoredReward(
+        id=row["id"],
+        trajectory_id=row["trajectory_id"],
+        completion_id=row["completion_id"],
+        choice=row["choice"],
+        name=row["name"],
+        reward=row["reward"],
+        comment=row["comment"],
+        metadata=row["details"],
+        source=row["source"],
+        created_at=row["created_at"],
+    )
+
+
+def _completions(
+    connection: Connection, project: str, trajectory_ids: Sequence[str]
+) -> list[StoredCompletion]:
+    query = (
+        select(Completion.__table__)
+        .where(Completion.project == project, Completion.trajectory_id.in_(trajectory_ids))
+        .order_by(Completion.created_at, Completion.id)
+    )
+    rows = list(connection.execute(query).mappings())
+    choice_query = (
+        select(Choice.__table__)
+        .join(Completion, Completion.id == Choice.completion_id)
+        .where(Completion.project == project, Completion.trajectory_id.in_(trajectory_ids))
+        .order_by(Choice.completion_id, Choice.index)
+    )
+    choices: dict[str, list[StoredChoice]] = {}
+    for row in connection.execute(choice_query).mappings():
+        choices.setdefault(row["completion_id"], []).append(
+            StoredChoice(
+                index=row["index"],
+                finish_reason=row["finish_reason"],
+                token_ids=codec.decode_ids(row["token_ids"])
+                if row["token_ids"] is not None
+                else None,
+                logprobs=codec.decode_logprobs(row["logprobs"])
+                if row["logprobs"] is not None
+                else None,
+            )
+        )
+    whole: dict[str, StoredCompletion] = {}
+    pending = {row["id"]: row for row in rows}
+    for row in rows:
+        _restore(row["id"], pending, choices, whole)
+    return [whole[row["id"]] for row in rows]
+
+
+def _restore(
+    completion_id: str,
+    rows: dict[str, RowMapping],
+    choices: dict[str, list[StoredChoice]],
+    whole: dict[str, StoredCompletion],
+) -> None:
+    # Parents first. A parent may come later in the list (clocks of two gateways), and a thread
+    # may be longer than Python's stack is deep.
+    stack = [completion_id]
+    while stack:
+        row = rows[stack[-1]]
+        parent_id = row["parent_id"]
+        if row["id"] not in whole and parent_id in rows and parent_id not in whole:
+            stack.append(parent_id)
+            continue
+        stack.pop()
+        if row["id"] not in whole:
+            whole[row["id"]] = _whole(row, whole.get(parent_id), choices.get(row["id"], []))
+
+
+def _whole(
+    row: RowMapping, parent: StoredCompletion | None, choices: list[StoredChoice]
+) -> StoredCompletion:
+    messages = codec.decode_json(row["messages"])
+    prompt = codec.decode_ids(row["prompt_ids"]) if row["prompt_ids"] is not None else None
+    request = codec.decode_json(row["request"]) if row["request"] is not None else None
+    if parent is not None:
+        if row["messages_shared"]:
+            messages = parent.messages[: row["messages_shared"]] + messages
+        if prompt is not None and row["prompt_shared"]:
+            shared = list(parent.prompt_ids or ())
+            if len(shared) < row["prompt_shared"]:
+                answer = next(c for c in parent.choices if c.index == row["parent_choice"])
+                shared += answer.token_ids or []
+            prompt = shared[: row["prompt_shared"]] + prompt
+        if request is None:
+            request = parent.request
+    return StoredCompletion(
+        id=row["id"],
+        trajectory_id=row["trajectory_id"],
+        parent_id=row["parent_id"],
+        parent_choice=row["parent_choice"],
+        policy=row["policy"],
+        version=row["version"],
+        served_model=row["served_model"],
+        replica=row["replica"],
+        status=row["status"],
+        http_status=row["http_status"],
+        reason=row["reason"],
+        stream=row["stream"],
+        request=request or {},
+        messages=messages,
+        response=codec.decode_json(row["response"]) if row["response"] is not None else None,
+        prompt_ids=prompt,
+        prompt_tokens=row["prompt_tokens"],
+        completion_tokens=row["completion_tokens"],
+        sampling=row["sampling"],
+        client_metadata=row["client_metadata"],
+        created_at=row["created_at"],
+        first_token_at=row["first_token_at"],
+        finished_at=row["finished_at"],
+        choices=choices,
+    )

@@ -1,0 +1,1 @@
+"""Everything of strop that needs torch."""
