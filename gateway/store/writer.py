@@ -58,6 +58,11 @@ class Writer:
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
+    @property
+    def full(self) -> bool:
+        """Whether a further write would be refused."""
+        return self._pending >= self._limit
+
     async def store(self, captured: CapturedCompletion) -> dict[bytes, Tail]:
         """Store a completion; returns, once it is durable, its tails by thread key.
 
@@ -76,7 +81,7 @@ class Writer:
         return cast(T, await self._submit(operation))
 
     async def _submit(self, work: EncodedCompletion | Operation) -> Any:
-        if self._pending >= self._limit:
+        if self.full:
             raise QueueFull(f"{self._pending} writes are waiting for a commit")
         self._pending += 1
         future: Future[Any] = Future()

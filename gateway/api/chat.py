@@ -1,0 +1,317 @@
+"""`POST /v1/chat/completions`: the hot path, from the socket to the database and back."""
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from gateway.backends.vllm import Replica, error_message
+from gateway.capture import threads
+from gateway.capture.attribution import read_claims
+from gateway.capture.placement import Placement
+from gateway.capture.request import (
+    check_chat,
+    is_multimodal,
+    parse_body,
+    sampling_of,
+    upstream_body,
+    wants_of,
+)
+from gateway.capture.streaming import DONE, BrokenStream, encode, relay
+from gateway.capture.tokens import Capture, WrongVersion
+from gateway.catalog import served_version
+from gateway.errors import ApiError, invalid
+from gateway.gateway import Gateway
+from gateway.http import ClientGone, read_body, send_body, send_start, unless_hung_up
+from gateway.store.ids import new_id
+from gateway.store.records import CapturedCompletion
+from gateway.store.writer import QueueFull
+
+log = logging.getLogger("strop.chat")
+
+Json = dict[str, Any]
+
+_JSON = (b"content-type", b"application/json")
+_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_UPSTREAM_GONE = (aiohttp.ClientError, BrokenStream, TimeoutError)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request on its way to vLLM and back."""
+
+    captured: CapturedCompletion
+    capture: Capture
+    placement: Placement
+    upstream: Json
+    served_name: str
+    biased: bool
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What a client can read without parsing the body."""
+        ref = self.captured.trajectory
+        return [
+            (b"x-strop-completion", self.captured.id.encode()),
+            (b"x-strop-trajectory", ref.id.encode("latin-1", "replace")),
+            (b"x-strop-version", self.capture.shown.encode("latin-1", "replace")),
+        ]
+
+
+class ChatCompletions:
+    """The endpoint, as a plain ASGI application."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; errors go to the application's handlers."""
+        gateway: Gateway = scope["app"].state.gateway
+        try:
+            raw = await read_body(receive, gateway.settings.max_body_bytes)
+        except ClientGone:
+            return
+        exchange = await _prepare(gateway, scope, parse_body(raw))
+        answer = _stream if exchange.captured.stream else _json
+        await unless_hung_up(receive, answer(gateway, exchange, send))
+
+
+async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
+    created_at = time.time()
+    check_chat(body)
+    if gateway.writer.full:
+        raise ApiError(
+            429,
+            "The database is not keeping up with the log. Try again in a second.",
+            code="log_queue_full",
+            retry_after=1,
+        )
+    project, messages = gateway.project, body["messages"]
+    policy, pinned = gateway.publisher.catalog.find(project, body["model"])
+    metadata = body.get("metadata") or {}
+    claims = read_claims(scope["path_params"], Headers(scope=scope), metadata)
+    placement = await gateway.placements.find(
+        project, policy.name, claims, messages, body.get("tools")
+    )
+    began = placement.place.versions.get(policy.name)
+    version, served_name = served_version(policy, pinned, began)
+    placement.place.versions.setdefault(policy.name, version)
+    sampling, biased = sampling_of(body)
+    try:
+        upstream = upstream_body(body, served_name, sampling)
+        orjson.dumps(metadata)
+    except TypeError as error:
+        raise invalid(str(error)) from None
+    captured = CapturedCompletion(
+        id=new_id("chatcmpl-"),
+        project=project,
+        trajectory=placement.ref,
+        policy=policy.name,
+        version=version,
+        trained=True,
+        messages=messages,
+        request={name: value for name, value in body.items() if name != "messages"},
+        stream=bool(body.get("stream")),
+        created_at=created_at,
+        tail=placement.tail,
+        sampling=sampling,
+        client_metadata=metadata or None,
+    )
+    shown = f"{policy.name}@{version}"
+    capture = Capture(captured.id, wants_of(body), served_name, shown, body.get("n") or 1)
+    return Exchange(captured, capture, placement, upstream, served_name, biased)
+
+
+async def _json(gateway: Gateway, exchange: Exchange, send: Send) -> None:
+    captured, capture = exchange.captured, exchange.capture
+    try:
+        async with AsyncExitStack() as stack:
+            response = await _open(gateway, exchange, stack)
+            raw = await response.read()
+            status = response.status
+        captured.first_token_at = time.time()
+        if status >= 400:
+            await _upstream_error(gateway, exchange, status, raw, send)
+            return
+        capture.take_body(orjson.loads(raw))
+    except asyncio.CancelledError:
+        await _abort(gateway, exchange, 499)
+        raise
+    except WrongVersion as error:
+        raise await _refuse(gateway, exchange, 502, str(error), "wrong_version") from error
+    except (*_UPSTREAM_GONE, orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise await _upstream_broke(gateway, exchange, error) from error
+    _complete(exchange)
+    await _store(gateway, exchange)
+    await send_start(send, 200, [_JSON, *exchange.headers()])
+    await send_body(send, orjson.dumps(capture.response))
+
+
+async def _stream(gateway: Gateway, exchange: Exchange, send: Send) -> None:
+    captured, capture = exchange.captured, exchange.capture
+    started = False
+    try:
+        async with AsyncExitStack() as stack:
+            response = await _open(gateway, exchange, stack)
+            if response.status >= 400:
+                raw = await response.read()
+                await _upstream_error(gateway, exchange, response.status, raw, send)
+                return
+            async for event in relay(response.content, capture):
+                if not started:
+                    captured.first_token_at = time.time()
+                    await send_start(send, 200, [*_EVENTS, *exchange.headers()])
+                    started = True
+                await send_body(send, event, more=True)
+    except asyncio.CancelledError:
+        await _abort(gateway, exchange, 499)
+        raise
+    except WrongVersion as error:
+        raise await _refuse(gateway, exchange, 502, str(error), "wrong_version") from error
+    except _UPSTREAM_GONE as error:
+        failure = await _upstream_broke(gateway, exchange, error)
+        if not started:
+            raise failure from error
+        await send_body(send, encode(failure.body()))
+        return
+    capture.assemble()
+    _complete(exchange)
+    try:
+        await _store(gateway, exchange)
+    except ApiError as failure:
+        if not started:
+            raise
+        await send_body(send, encode(failure.body()))
+        return
+    if not started:
+        await send_start(send, 200, [*_EVENTS, *exchange.headers()])
+    await send_body(send, b"".join((*capture.held, DONE)))
+
+
+async def _open(
+    gateway: Gateway, exchange: Exchange, stack: AsyncExitStack
+) -> aiohttp.ClientResponse:
+    """Send the request; a replica that takes no connection is replaced by another, once."""
+    failed: Replica | None = None
+    for _ in range(2):
+        replica = gateway.pool.choose(
+            exchange.served_name, exchange.captured.trajectory.id, failed
+        )
+        if replica is None:
+            break
+        exchange.captured.replica = replica.url
+        try:
+            return await stack.enter_async_context(
+                replica.post("/v1/chat/completions", exchange.upstream, exchange.served_name)
+            )
+        except aiohttp.ClientConnectorError as error:
+            replica.lost(str(error))
+            gateway.publisher.poke()
+            failed = replica
+    raise await _refuse(
+        gateway,
+        exchange,
+        503,
+        "No vLLM replica answers. Try again in a few seconds; GET /readyz says what is missing.",
+        "aborted",
+        retry_after=2,
+    )
+
+
+def _complete(exchange: Exchange) -> None:
+    """Take over what came back, and say whether it can be trained on."""
+    captured, capture = exchange.captured, exchange.capture
+    _take_tokens(exchange)
+    captured.response = capture.response
+    disagreement = capture.disagreement()
+    if disagreement is not None:
+        captured.reason = "no_token_ids"
+        log.warning("%s cannot be trained on: %s", captured.id, disagreement)
+    elif is_multimodal(captured.messages):
+        captured.reason = "multimodal"
+    elif exchange.biased:
+        captured.reason = "biased_sampling"
+    for index, choice in capture.choices.items():
+        answer = {"role": "assistant", **capture.messages[index]}
+        choice.thread_key = threads.extend(exchange.placement.digest, answer)
+
+
+def _take_tokens(exchange: Exchange) -> None:
+    captured, capture = exchange.captured, exchange.capture
+    captured.served_model = capture.served_model
+    captured.prompt_ids = capture.prompt_ids
+    captured.choices = [capture.choices[index] for index in sorted(capture.choices)]
+    if capture.usage is not None:
+        captured.prompt_tokens = capture.usage.get("prompt_tokens")
+        captured.completion_tokens = capture.usage.get("completion_tokens")
+    captured.finished_at = time.time()
+
+
+async def _store(gateway: Gateway, exchange: Exchange) -> None:
+    captured = exchange.captured
+    captured.finished_at = captured.finished_at or time.time()
+    try:
+        tails = await gateway.writer.store(captured)
+    except QueueFull as error:
+        raise ApiError(429, f"{error}. Try again in a second.", retry_after=1) from None
+    except Exception as error:
+        log.exception("%s was not stored", captured.id)
+        raise ApiError(
+            500,
+            f"The completion could not be logged ({type(error).__name__}), so it is not served. "
+            "strop's log says more.",
+            code="not_logged",
+        ) from error
+    gateway.placements.threads.add(captured.project, tails)
+
+
+async def _abort(gateway: Gateway, exchange: Exchange, status: int) -> None:
+    """Keep what had come until the client or vLLM went away."""
+    captured, capture = exchange.captured, exchange.capture
+    _take_tokens(exchange)
+    if captured.stream and capture.choices:
+        capture.assemble()
+        captured.response = capture.response
+    captured.status, captured.reason, captured.http_status = "aborted", "aborted", status
+    await _store(gateway, exchange)
+
+
+async def _upstream_broke(gateway: Gateway, exchange: Exchange, error: BaseException) -> ApiError:
+    timed_out = isinstance(error, TimeoutError)
+    status = 504 if timed_out else 502
+    await _abort(gateway, exchange, status)
+    what = "did not answer in time" if timed_out else f"broke off: {error or type(error).__name__}"
+    return ApiError(
+        status, f"vLLM {what}. The request may be sent again.", code="upstream_failed"
+    )
+
+
+async def _refuse(
+    gateway: Gateway,
+    exchange: Exchange,
+    status: int,
+    message: str,
+    reason: str,
+    retry_after: int | None = None,
+) -> ApiError:
+    captured = exchange.captured
+    captured.status, captured.reason, captured.http_status = "error", reason, status
+    captured.served_model = exchange.capture.served_model
+    captured.response = {"error": {"message": message}}
+    await _store(gateway, exchange)
+    return ApiError(status, message, code=reason, retry_after=retry_after)
+
+
+async def _upstream_error(
+    gateway: Gateway, exchange: Exchange, status: int, raw: bytes, send: Send
+) -> None:
+    """Log vLLM's error and hand it on as it was."""
+    captured = exchange.captured
+    captured.status, captured.reason, captured.http_status = "error", "aborted", status
+    captured.response = {"error": {"message": error_message(raw)}}
+    await _store(gateway, exchange)
+    await send_start(send, status, [_JSON, *exchange.headers()])
+    await send_body(send, raw)

@@ -1,0 +1,58 @@
+"""`GET /v1/groups`: what waits for training, what was trained on, and why not."""
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query
+from sqlalchemy import Connection, update
+
+from gateway.errors import not_found
+from gateway.gateway import Gateway, gateway_of
+from gateway.store import queries
+from gateway.store.models import Group
+
+router = APIRouter(tags=["groups"])
+Strop = Annotated[Gateway, Depends(gateway_of)]
+
+
+@router.get("/v1/groups")
+async def list_groups(
+    gateway: Strop,
+    policy: Annotated[str | None, Query()] = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    before: Annotated[
+        float | None, Query(description="Only groups that were last active before this time")
+    ] = None,
+) -> dict[str, Any]:
+    """Groups, the most recently active first."""
+
+    def read() -> list[queries.GroupSummary]:
+        with gateway.database.read() as connection:
+            return queries.groups(
+                connection, gateway.project, policy, now=time.time(), limit=limit, before=before
+            )
+
+    found = await asyncio.to_thread(read)
+    return {
+        "object": "list",
+        "data": [{"object": "group", **asdict(group)} for group in found],
+        "has_more": len(found) == limit,
+    }
+
+
+@router.post("/v1/groups/{group_id}/close")
+async def close_group(group_id: str, gateway: Strop) -> dict[str, Any]:
+    """Nothing more will come: train on what has a reward."""
+
+    def close(connection: Connection) -> int:
+        return connection.execute(
+            update(Group)
+            .where(Group.project == gateway.project, Group.id == group_id)
+            .values(closed_at=time.time())
+        ).rowcount
+
+    if not await gateway.writer.run(close):
+        raise not_found("group", group_id, "GET /v1/groups lists them.")
+    return {"object": "group", "id": group_id, "closed": True}

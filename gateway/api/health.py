@@ -1,0 +1,69 @@
+"""`/healthz` (is the process alive) and `/readyz` (would a request be answered, and if not why)."""
+
+import asyncio
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from sqlalchemy import text
+from starlette.responses import Response
+
+from gateway.errors import json_response
+from gateway.gateway import Gateway, gateway_of
+
+router = APIRouter(tags=["health"])
+Strop = Annotated[Gateway, Depends(gateway_of)]
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """The process answers."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", responses={503: {"description": "Not ready; the body says why"}})
+async def readyz(gateway: Strop) -> Response:
+    """Whether every policy is served, and what is wrong if one is not."""
+    problems: list[str] = []
+
+    def ask_database() -> None:
+        with gateway.database.read() as connection:
+            connection.execute(text("SELECT 1"))
+
+    try:
+        await asyncio.to_thread(ask_database)
+    except Exception as error:
+        problems.append(f"the database does not answer: {error}")
+    catalog = gateway.publisher.catalog
+    replicas = [
+        {
+            "url": replica.url,
+            "healthy": replica.healthy,
+            "error": replica.error,
+            "serves": sorted(replica.proven),
+            "in_flight": replica.in_flight,
+        }
+        for replica in gateway.pool.replicas
+    ]
+    if not replicas:
+        problems.append("no vLLM replica is configured: set STROP_REPLICAS or run `strop up`")
+    elif not gateway.pool.healthy:
+        problems.append("no vLLM replica answers")
+    served = catalog.of(gateway.project)
+    problems += [
+        f"{policy.name}@{policy.alias} is not loaded on any replica"
+        for policy in served
+        if policy.alias not in policy.loaded
+    ]
+    if not served:
+        problems.append("there is no policy yet")
+    body: dict[str, Any] = {
+        "ready": not problems,
+        "problems": problems,
+        "policies": {
+            policy.name: {"alias": policy.alias, "loaded": sorted(policy.loaded)}
+            for policy in served
+        },
+        "failed_versions": gateway.publisher.failures,
+        "replicas": replicas,
+    }
+    return json_response(body, 503 if problems else 200, {"retry-after": "2"} if problems else None)

@@ -1,0 +1,201 @@
+"""`/v1/policies`: what is being trained, its versions, and the way back."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway import adapters
+from gateway.backends.vllm import ReplicaRefused, ReplicaUnavailable
+from gateway.errors import ApiError, invalid, not_found
+from gateway.gateway import Gateway, gateway_of
+from gateway.publisher import ProbeFailed
+from gateway.store import policies, queries
+from gateway.store.policy_settings import Lora, PolicySettings
+
+router = APIRouter(tags=["policies"])
+Strop = Annotated[Gateway, Depends(gateway_of)]
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+
+
+class NewPolicy(BaseModel):
+    """A policy to create."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(pattern=NAME)
+    lora: Lora = Field(default_factory=Lora)
+    settings: PolicySettings = Field(default_factory=PolicySettings)
+
+
+class Rollback(BaseModel):
+    """The version to go back to."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = Field(ge=0)
+
+
+def _policy_json(row: Mapping[str, Any], gateway: Gateway) -> dict[str, Any]:
+    served = gateway.publisher.catalog.policies.get((row["project"], row["name"]))
+    return {
+        "object": "policy",
+        "name": row["name"],
+        "base_model": row["base_model"],
+        "alias": row["alias"],
+        "head": row["head"],
+        "state": row["state"],
+        "loaded": sorted(served.loaded) if served else [],
+        "lora": row["lora"],
+        "settings": row["settings"],
+        "created_at": row["created_at"],
+    }
+
+
+def _version_json(row: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("number", "parent", "state", "adapter_path", "probe_result", "step_id")
+    return {
+        "object": "version",
+        "id": f"{row['policy']}@{row['number']}",
+        **{name: row[name] for name in (*names, "created_at", "published_at")},
+    }
+
+
+async def ensure_policy(
+    gateway: Gateway, name: str, lora: Lora, settings: PolicySettings
+) -> bool:
+    """Create a policy if there is none of that name; True if it was created.
+
+    Raises:
+        BrokenAdapter: the base model has no layers for such adapters.
+    """
+    model = gateway.settings.model()
+    folder: Path | None = None
+    if Path(model).is_dir():
+        folder = gateway.settings.artifacts() / gateway.project / name / "000000"
+        await asyncio.to_thread(adapters.write_zero, folder, Path(model), lora)
+    return await gateway.writer.run(
+        lambda connection: policies.create(
+            connection,
+            gateway.project,
+            name,
+            base_model=model,
+            base_served=gateway.settings.vllm.served_name,
+            lora=lora,
+            settings=settings,
+            adapter_path=str(folder) if folder else None,
+        )
+    )
+
+
+async def reconfigure(gateway: Gateway, name: str, settings: PolicySettings) -> None:
+    """Give a policy the settings of the configuration file."""
+    await gateway.writer.run(
+        lambda connection: policies.configure(connection, gateway.project, name, settings)
+    )
+
+
+async def _find(gateway: Gateway, name: str) -> Mapping[str, Any]:
+    def read() -> Mapping[str, Any] | None:
+        with gateway.database.read() as connection:
+            return queries.policy(connection, gateway.project, name)
+
+    found = await asyncio.to_thread(read)
+    if found is None:
+        raise not_found("policy", name, "GET /v1/policies lists them.")
+    return found
+
+
+@router.get("/v1/policies")
+async def list_policies(gateway: Strop) -> dict[str, Any]:
+    """All policies."""
+
+    def read() -> list[dict[str, Any]]:
+        with gateway.database.read() as connection:
+            rows = queries.policies(connection, gateway.project)
+            return [_policy_json(row, gateway) for row in rows]
+
+    return {"object": "list", "data": await asyncio.to_thread(read)}
+
+
+@router.post("/v1/policies", status_code=201)
+async def create_policy(body: NewPolicy, gateway: Strop) -> dict[str, Any]:
+    """Create a policy; its version 0 is the base model."""
+    limit = gateway.settings.vllm.max_lora_rank
+    if body.lora.rank > limit:
+        raise invalid(
+            f"lora.rank is {body.lora.rank}, vLLM runs with --max-lora-rank {limit}. Choose a "
+            "smaller rank, or start vLLM with a larger one.",
+            "lora.rank",
+        )
+    try:
+        created = await ensure_policy(gateway, body.name, body.lora, body.settings)
+    except adapters.BrokenAdapter as error:
+        raise invalid(f"The policy cannot be created: {error}.", "lora") from None
+    if not created:
+        raise ApiError(
+            409, f"There is a policy {body.name!r} already.", param="name", code="policy_exists"
+        )
+    await gateway.publisher.reconcile()
+    return _policy_json(await _find(gateway, body.name), gateway)
+
+
+@router.get("/v1/policies/{name}")
+async def retrieve_policy(name: str, gateway: Strop) -> dict[str, Any]:
+    """One policy."""
+    return _policy_json(await _find(gateway, name), gateway)
+
+
+@router.get("/v1/policies/{name}/versions")
+async def list_versions(name: str, gateway: Strop) -> dict[str, Any]:
+    """The versions of a policy, oldest first, with the results of their probes."""
+    await _find(gateway, name)
+
+    def read() -> list[dict[str, Any]]:
+        with gateway.database.read() as connection:
+            rows = queries.versions(connection, gateway.project, name)
+            return [_version_json(row) for row in rows]
+
+    return {"object": "list", "data": await asyncio.to_thread(read)}
+
+
+@router.post("/v1/policies/{name}/rollback")
+async def roll_back(name: str, body: Rollback, gateway: Strop) -> dict[str, Any]:
+    """Serve an earlier version from now on, and let training go on from it."""
+    await _find(gateway, name)
+
+    def read() -> Mapping[str, Any] | None:
+        with gateway.database.read() as connection:
+            return queries.version(connection, gateway.project, name, body.version)
+
+    version = await asyncio.to_thread(read)
+    if version is None:
+        raise not_found(
+            "version", f"{name}@{body.version}", f"GET /v1/policies/{name}/versions lists them."
+        )
+    if version["state"] not in ("serving", "retired"):
+        raise ApiError(
+            409,
+            f"{name}@{body.version} is {version['state']}; only a version that was served can be "
+            "gone back to.",
+            param="version",
+            code="version_not_served",
+        )
+    try:
+        await gateway.publisher.restore(name, body.version)
+    except (ProbeFailed, ReplicaRefused, ReplicaUnavailable, adapters.BrokenAdapter) as error:
+        raise ApiError(
+            503,
+            f"{name}@{body.version} cannot be served: {error}. The alias stays where it was.",
+            code="version_not_served",
+            retry_after=5,
+        ) from error
+    await gateway.writer.run(
+        lambda connection: policies.rolled_back(connection, gateway.project, name, body.version)
+    )
+    await gateway.publisher.reconcile()
+    return _policy_json(await _find(gateway, name), gateway)

@@ -1,0 +1,203 @@
+"""vLLM replicas: which are up, which versions each is proven to serve, and which to ask."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+from typing import Any
+
+import aiohttp
+import orjson
+
+Json = dict[str, Any]
+
+_STICKY_SLACK = 4
+"""How many more requests than the least loaded a replica may have and still keep its
+trajectories: their shared prefix is in its cache, which is worth a short queue."""
+
+
+class ReplicaUnavailable(Exception):
+    """No connection, or one that broke."""
+
+
+class ReplicaRefused(Exception):
+    """The replica answered, with an error."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class Replica:
+    """One vLLM server."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession):
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._session = session
+        self.healthy = False
+        self.error: str | None = "not asked yet"
+        self.models: frozenset[str] = frozenset()
+        """What it says it serves."""
+        self.proven: frozenset[str] = frozenset()
+        """The versions among them that passed their probe here."""
+        self.in_flight = 0
+        self.in_flight_by_model: dict[str, int] = {}
+
+    async def refresh(self) -> None:
+        """Ask what it serves; a version that it no longer has is no longer proven."""
+        try:
+            body = await self._get("/v1/models")
+        except (ReplicaUnavailable, ReplicaRefused) as error:
+            self.lost(str(error))
+            return
+        self.models = frozenset(model["id"] for model in body["data"])
+        self.proven &= self.models
+        self.healthy, self.error = True, None
+
+    def lost(self, error: str) -> None:
+        """Take the replica out of use until it answers again, and trust nothing it had."""
+        self.healthy, self.error = False, error
+        self.models = self.proven = frozenset()
+
+    @asynccontextmanager
+    async def post(
+        self, path: str, body: Json, model: str
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request and give the response before its body.
+
+        Leaving the block early closes the connection, which makes vLLM abort the request.
+
+        Raises:
+            aiohttp.ClientConnectorError: nothing was sent.
+            aiohttp.ClientError: the connection broke.
+        """
+        self.in_flight += 1
+        self.in_flight_by_model[model] = self.in_flight_by_model.get(model, 0) + 1
+        try:
+            async with self._session.post(
+                self.url + path,
+                data=orjson.dumps(body),
+                headers={"content-type": "application/json"},
+            ) as response:
+                yield response
+        finally:
+            self.in_flight -= 1
+            self.in_flight_by_model[model] -= 1
+            if not self.in_flight_by_model[model]:
+                del self.in_flight_by_model[model]
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter under a name; one that is loaded already is fine."""
+        try:
+            await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except ReplicaRefused as error:
+            if "already" not in str(error):
+                raise
+        self.models |= {name}
+
+    async def unload(self, name: str) -> None:
+        """Take an adapter's name away."""
+        self.proven -= {name}
+        await self._post("/v1/unload_lora_adapter", {"lora_name": name})
+        self.models -= {name}
+
+    async def prompt_logprobs(self, model: str, token_ids: list[int]) -> list[float]:
+        """The model's own logprob of each token after the first, in nats; len(token_ids) - 1."""
+        body = await self._post(
+            "/v1/completions",
+            {
+                "model": model,
+                "prompt": token_ids,
+                "max_tokens": 1,
+                "temperature": 1.0,
+                "prompt_logprobs": 0,
+            },
+        )
+        if body.get("model") != model:
+            raise ReplicaRefused(200, f"asked for {model}, it answered as {body.get('model')}")
+        entries = body["choices"][0]["prompt_logprobs"]
+        return [
+            float(entry[str(token)]["logprob"])
+            for token, entry in zip(token_ids[1:], entries[1:], strict=True)
+        ]
+
+    async def _get(self, path: str) -> Json:
+        return await self._json(self._session.get(self.url + path, timeout=_CONTROL))
+
+    async def _post(self, path: str, body: Json) -> Json:
+        return await self._json(
+            self._session.post(
+                self.url + path,
+                data=orjson.dumps(body),
+                headers={"content-type": "application/json"},
+                timeout=_CONTROL,
+            )
+        )
+
+    async def _json(self, request: Any) -> Json:
+        try:
+            async with request as response:
+                raw = await response.read()
+                if response.status >= 400:
+                    raise ReplicaRefused(response.status, error_message(raw))
+                try:
+                    body = orjson.loads(raw)
+                except orjson.JSONDecodeError:
+                    return {}
+                return body if isinstance(body, dict) else {}
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise ReplicaUnavailable(f"{type(error).__name__}: {error}") from error
+
+
+_CONTROL = aiohttp.ClientTimeout(total=60)
+
+
+def error_message(raw: bytes) -> str:
+    """The message of an upstream error body, however it is wrapped."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return raw[:500].decode(errors="replace")
+    error = body.get("error", body) if isinstance(body, dict) else body
+    if isinstance(error, dict):
+        return str(error.get("message", error))
+    return str(error)
+
+
+class ReplicaPool:
+    """All replicas."""
+
+    def __init__(self, urls: Iterable[str], session: aiohttp.ClientSession):
+        self.replicas = [Replica(url, session) for url in urls]
+
+    async def refresh(self) -> None:
+        """Ask every replica what it serves."""
+        await asyncio.gather(*(replica.refresh() for replica in self.replicas))
+
+    @property
+    def healthy(self) -> list[Replica]:
+        """Those that answered when they were last asked."""
+        return [replica for replica in self.replicas if replica.healthy]
+
+    def serving(self, model: str) -> list[Replica]:
+        """Those that are proven to serve a version."""
+        return [r for r in self.replicas if r.healthy and model in r.proven]
+
+    def choose(
+        self, model: str, trajectory_id: str, without: Replica | None = None
+    ) -> Replica | None:
+        """The replica for a request: the trajectory's own unless it is much busier than others."""
+        fitting = [r for r in self.serving(model) if r is not without]
+        if not fitting:
+            return None
+        if len(fitting) == 1:
+            return fitting[0]
+        least = min(fitting, key=lambda r: r.in_flight)
+        own = max(fitting, key=lambda r: _weight(r.url, trajectory_id))
+        return own if own.in_flight <= least.in_flight + _STICKY_SLACK else least
+
+
+def _weight(url: str, trajectory_id: str) -> bytes:
+    # Rendezvous hashing (Thaler and Ravishankar, 1998): when a replica leaves, only its own
+    # trajectories move.
+    return blake2b(f"{url} {trajectory_id}".encode(), digest_size=8).digest()

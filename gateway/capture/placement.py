@@ -1,0 +1,104 @@
+"""Finding the trajectory, group and thread of a request, in memory first and then in the store."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.capture.attribution import Claims, task_of
+from gateway.capture.threads import ThreadIndex, beginnings
+from gateway.store import Database, queries
+from gateway.store.ids import new_id
+from gateway.store.records import Tail, TrajectoryRef
+
+
+@dataclass(slots=True)
+class Place:
+    """What is remembered of a trajectory."""
+
+    group_id: str
+    split: str
+    parent_id: str | None
+    task: str | None = None
+    versions: dict[str, int] = field(default_factory=dict)
+    """Policy → the version that the trajectory began with."""
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where a request belongs."""
+
+    ref: TrajectoryRef
+    place: Place
+    tail: Tail | None
+    digest: Any
+    """Running digest of the messages; `threads.extend` goes on from it."""
+
+
+class Placements:
+    """Remembers recent trajectories and threads; the store knows the rest."""
+
+    def __init__(self, database: Database, size: int = 50_000):
+        self._database = database
+        self._size = size
+        self._places: OrderedDict[tuple[str, str], Place] = OrderedDict()
+        self.threads = ThreadIndex(size)
+
+    async def find(
+        self, project: str, policy: str, claims: Claims, messages: list[Any], tools: Any
+    ) -> Placement:
+        """The placement of a request, as the design's five ways have it."""
+        keys, digest = beginnings(messages)
+        tail = self.threads.take(project, keys, claims.trajectory)
+        if tail is None and keys:
+            tail = await asyncio.to_thread(self._stored_tail, project, keys, claims.trajectory)
+        trajectory_id, attribution = claims.trajectory, claims.attribution
+        if trajectory_id is None and tail is not None:
+            trajectory_id, attribution = tail.trajectory_id, "continuation"
+        place = None
+        if trajectory_id is None:
+            trajectory_id = new_id("traj-")
+        else:
+            place = self._places.get((project, trajectory_id))
+            if place is None:
+                place = await asyncio.to_thread(self._stored, project, trajectory_id, policy)
+        if place is None:
+            task = task_of(messages, tools)
+            place = Place(
+                group_id=claims.group or f"task-{task}",
+                split=claims.split or "train",
+                parent_id=claims.parent,
+                task=task,
+            )
+        self._remember(project, trajectory_id, place)
+        ref = TrajectoryRef(
+            id=trajectory_id,
+            group_id=place.group_id,
+            attribution=attribution,
+            split=place.split,
+            parent_id=place.parent_id,
+            task=place.task,
+        )
+        return Placement(ref, place, tail, digest)
+
+    def _remember(self, project: str, trajectory_id: str, place: Place) -> None:
+        key = (project, trajectory_id)
+        self._places[key] = place
+        self._places.move_to_end(key)
+        if len(self._places) > self._size:
+            self._places.popitem(last=False)
+
+    def _stored_tail(
+        self, project: str, keys: list[bytes], trajectory_id: str | None
+    ) -> Tail | None:
+        with self._database.read() as connection:
+            return queries.find_tail(connection, project, keys, trajectory_id)
+
+    def _stored(self, project: str, trajectory_id: str, policy: str) -> Place | None:
+        with self._database.read() as connection:
+            found = queries.trajectory_place(connection, project, trajectory_id, policy)
+        if found is None:
+            return None
+        group_id, split, parent_id, version = found
+        versions = {policy: version} if version is not None else {}
+        return Place(group_id, split, parent_id, versions=versions)

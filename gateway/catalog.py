@@ -1,0 +1,78 @@
+"""What the model names of clients mean right now; replaced as a whole by the publisher."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gateway.errors import ApiError, model_not_found
+
+_VERSIONED = re.compile(r"(?P<policy>.+)@(?P<number>\d{1,9})")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPolicy:
+    """A policy and its versions that requests may be sent to."""
+
+    name: str
+    alias: int
+    loaded: Mapping[int, str]
+    """Version number → name under which the replicas serve it."""
+    created: int
+    base_model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """All policies by project and name."""
+
+    policies: Mapping[tuple[str, str], ServedPolicy] = field(default_factory=dict)
+
+    def of(self, project: str) -> list[ServedPolicy]:
+        """The policies of a project, by name."""
+        return [p for (owner, _), p in sorted(self.policies.items()) if owner == project]
+
+    def names(self, project: str) -> list[str]:
+        """Every model name that a client of the project may use."""
+        return [
+            name
+            for policy in self.of(project)
+            for name in (policy.name, *(f"{policy.name}@{n}" for n in sorted(policy.loaded)))
+        ]
+
+    def find(self, project: str, model: str) -> tuple[ServedPolicy, int | None]:
+        """The policy of a model name, and the version if the name pins one.
+
+        Raises:
+            ApiError: 404, naming the models there are.
+        """
+        policy = self.policies.get((project, model))
+        if policy is not None:
+            return policy, None
+        match = _VERSIONED.fullmatch(model)
+        if match is not None:
+            policy = self.policies.get((project, match["policy"]))
+            if policy is not None and int(match["number"]) in policy.loaded:
+                return policy, int(match["number"])
+        raise model_not_found(model, self.names(project))
+
+
+def served_version(policy: ServedPolicy, pinned: int | None, began: int | None) -> tuple[int, str]:
+    """The version that answers, and its served name.
+
+    Args:
+        pinned: the version that the request itself names.
+        began: the version that the trajectory began with; it stays while that is loaded.
+
+    Raises:
+        ApiError: 503, nothing is loaded yet.
+    """
+    for number in (pinned, began, policy.alias):
+        if number is not None and number in policy.loaded:
+            return number, policy.loaded[number]
+    raise ApiError(
+        503,
+        f"{policy.name}@{policy.alias} is not loaded on any vLLM replica yet. Try again in a few "
+        "seconds; if it lasts, GET /readyz says what is missing.",
+        code="model_not_ready",
+        retry_after=2,
+    )

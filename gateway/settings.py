@@ -1,0 +1,75 @@
+"""All settings of the gateway. Each can be set as `STROP_<NAME>` or in `strop.toml`."""
+
+from pathlib import Path
+
+from pydantic import ConfigDict, Field
+
+from gateway.backends.launch import VllmOptions
+from gateway.store.policy_settings import Lora, PolicySettings
+from gateway.store.settings import StoreSettings
+
+
+class PolicyConfig(PolicySettings):
+    """A policy that exists from the start: `[policies.NAME]`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    lora: Lora = Field(default_factory=Lora)
+
+    def settings(self) -> PolicySettings:
+        """What the store keeps as the policy's settings."""
+        return PolicySettings(**self.model_dump(exclude={"lora"}))
+
+
+class Settings(StoreSettings):
+    """The gateway's settings."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on."""
+
+    base_model: str = ""
+    """Folder or hub name of the base model. Empty: the small model that comes with strop."""
+
+    policies: dict[str, PolicyConfig] = Field(default_factory=dict)
+    """Policies that exist from the start. None: one, named `agent`."""
+
+    replicas: list[str] = Field(default_factory=list)
+    """URLs of vLLM servers. Empty: `strop up` starts one."""
+
+    vllm: VllmOptions = Field(default_factory=VllmOptions)
+    """The vLLM that `strop up` starts."""
+
+    max_body_bytes: int = Field(default=32 * 2**20, ge=1024)
+    """Largest request body that is read."""
+
+    upstream_timeout: float = Field(default=600.0, gt=0)
+    """Seconds that vLLM may take for one answer, or between two chunks of it."""
+
+    connect_timeout: float = Field(default=5.0, gt=0)
+    """Seconds that a connection to vLLM may take."""
+
+    publish_poll: float = Field(default=0.5, gt=0)
+    """Seconds between two looks of the publisher."""
+
+    keep_loaded: int = Field(default=2, ge=0)
+    """Earlier versions that stay loaded behind the alias, for trajectories that began with them."""
+
+    probe_tolerance: float = Field(default=0.05, gt=0)
+    """Mean absolute difference, in nats, between a replica's and the trainer's logprobs of a
+    version's probe at which the version is still published. Measured: 1e-5 when both compute in
+    float32, 0.04 with bfloat16 on one side."""
+
+    def policy_configs(self) -> dict[str, PolicyConfig]:
+        """The policies that exist from the start."""
+        return self.policies or {"agent": PolicyConfig()}
+
+    def bundled_model(self) -> Path:
+        """Where the small model that comes with strop is unpacked."""
+        return (self.data_dir / "models" / "smollm2-135m").absolute()
+
+    def model(self) -> str:
+        """The base model, with the default filled in."""
+        return self.base_model or str(self.bundled_model())
