@@ -113,7 +113,7 @@ def check(folder: Path, lora: Lora, base_model: Path | None) -> None:
 
 
 def _expected(base_model: Path, lora: Lora) -> dict[str, tuple[int, int]]:
-    expected = {}
+    expected: dict[str, tuple[int, int]] = {}
     for module, (out, width) in linear_shapes(base_model, lora.target_modules).items():
         expected[f"{_PREFIX}{module}.lora_A.weight"] = (lora.rank, width)
         expected[f"{_PREFIX}{module}.lora_B.weight"] = (out, lora.rank)

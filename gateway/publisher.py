@@ -10,10 +10,12 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sqlalchemy import Connection
 
 from gateway import adapters
 from gateway.backends.vllm import Replica, ReplicaPool, ReplicaRefused, ReplicaUnavailable
@@ -252,10 +254,7 @@ class Publisher:
                 if now - since < _UNLOAD_AFTER or any(name in r.in_flight_by_model for r in loaded):
                     continue
                 await self._unload(name)
-                project, policy_name = policy.key
-                await self._writer.run(
-                    lambda c, a=project, b=policy_name, n=number: policies.retired(c, a, b, n)
-                )
+                await self._writer.run(partial(_mark_retired, key=policy.key, number=number))
 
     async def _unload(self, name: str) -> None:
         for replica in self._pool.healthy:
@@ -266,6 +265,10 @@ class Publisher:
             except (ReplicaUnavailable, ReplicaRefused) as error:
                 log.warning("%s did not unload %s: %s", replica.url, name, error)
         self._unrouted_since.pop(name, None)
+
+
+def _mark_retired(connection: Connection, key: tuple[str, str], number: int) -> None:
+    policies.retired(connection, *key, number)
 
 
 def compare(served: Sequence[float], probe: Json, tolerance: float) -> Json:

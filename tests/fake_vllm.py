@@ -13,6 +13,7 @@ Faults are set on `vllm.faults`, or by POSTing them to `/_faults`; counters are 
 
 import argparse
 import asyncio
+import json
 import sys
 import time
 import uuid
@@ -289,7 +290,7 @@ class FakeVllm:
                 code=404,
             )
         try:
-            rank = orjson.loads(config.read_bytes())["r"]
+            rank = json.loads(config.read_text())["r"]
             if rank > self.max_lora_rank:
                 raise ValueError(
                     f"LoRA rank {rank} is greater than max_lora_rank {self.max_lora_rank}."

@@ -1,7 +1,6 @@
 """`/v1/policies`: what is being trained, its versions, and the way back."""
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +39,7 @@ class Rollback(BaseModel):
     version: int = Field(ge=0)
 
 
-def _policy_json(row: Mapping[str, Any], gateway: Gateway) -> dict[str, Any]:
+def _policy_json(row: queries.Row, gateway: Gateway) -> dict[str, Any]:
     served = gateway.publisher.catalog.policies.get((row["project"], row["name"]))
     return {
         "object": "policy",
@@ -56,7 +55,7 @@ def _policy_json(row: Mapping[str, Any], gateway: Gateway) -> dict[str, Any]:
     }
 
 
-def _version_json(row: Mapping[str, Any]) -> dict[str, Any]:
+def _version_json(row: queries.Row) -> dict[str, Any]:
     names = ("number", "parent", "state", "adapter_path", "probe_result", "step_id")
     return {
         "object": "version",
@@ -99,8 +98,8 @@ async def reconfigure(gateway: Gateway, name: str, settings: PolicySettings) -> 
     )
 
 
-async def _find(gateway: Gateway, name: str) -> Mapping[str, Any]:
-    def read() -> Mapping[str, Any] | None:
+async def _find(gateway: Gateway, name: str) -> queries.Row:
+    def read() -> queries.Row | None:
         with gateway.database.read() as connection:
             return queries.policy(connection, gateway.project, name)
 
@@ -126,7 +125,7 @@ async def list_policies(gateway: Strop) -> dict[str, Any]:
 async def create_policy(body: NewPolicy, gateway: Strop) -> dict[str, Any]:
     """Create a policy; its version 0 is the base model."""
     limit = gateway.settings.vllm.max_lora_rank
-    if body.lora.rank > limit:
+    if limit is not None and body.lora.rank > limit:
         raise invalid(
             f"lora.rank is {body.lora.rank}, vLLM runs with --max-lora-rank {limit}. Choose a "
             "smaller rank, or start vLLM with a larger one.",
@@ -168,7 +167,7 @@ async def roll_back(name: str, body: Rollback, gateway: Strop) -> dict[str, Any]
     """Serve an earlier version from now on, and let training go on from it."""
     await _find(gateway, name)
 
-    def read() -> Mapping[str, Any] | None:
+    def read() -> queries.Row | None:
         with gateway.database.read() as connection:
             return queries.version(connection, gateway.project, name, body.version)
 

@@ -74,7 +74,7 @@ async def post_rewards(
     if len(items) > _MOST:
         raise invalid(f"At most {_MOST} rewards go into one call; this has {len(items)}.")
     posted = [item.new() for item in items]
-    place = (lambda index: f"[{index}].") if isinstance(body, list) else (lambda _: "")
+    many = isinstance(body, list)
     try:
         stored, fresh = await gateway.writer.run(
             lambda connection: rewards.post(connection, gateway.project, posted)
@@ -84,7 +84,7 @@ async def post_rewards(
             404,
             f"No completion, choice or trajectory for {error.param} {error.name!r}. "
             "Nothing was stored; use the id of a response, or its x-strop-trajectory header.",
-            param=place(error.index) + error.param,
+            param=_place(many, error.index, error.param),
             code="not_found",
         ) from None
     except rewards.IdempotencyConflict as error:
@@ -92,14 +92,18 @@ async def post_rewards(
             409,
             f"The idempotency_key {error.key!r} was used with another body. Nothing was stored; "
             "use a new key for a new reward.",
-            param=place(error.index) + "idempotency_key",
+            param=_place(many, error.index, "idempotency_key"),
             code="idempotency_conflict",
         ) from None
     except QueueFull as error:
         raise ApiError(429, f"{error}. Try again in a second.", retry_after=1) from None
     shown = [reward_json(reward) for reward in stored]
-    result: Any = {"object": "list", "data": shown} if isinstance(body, list) else shown[0]
+    result: Any = {"object": "list", "data": shown} if many else shown[0]
     return json_response(result, 201 if fresh else 200)
+
+
+def _place(many: bool, index: int, field: str) -> str:
+    return f"[{index}].{field}" if many else field
 
 
 @router.get("/v1/rewards")

@@ -18,6 +18,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.backends.failures import explain_failure
+
+__all__ = ["Launch", "LaunchError", "VllmOptions", "explain_failure", "free_port", "prepare"]
+
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as --max-lora-rank."""
 
@@ -72,7 +76,7 @@ class VllmOptions(BaseModel):
     ran at 30 tokens/s with 8 here, and at 5 with 64."""
 
     max_loras: int | None = Field(default=None, ge=1)
-    """Adapters that can be in one batch: 4 on CPU, 8 on GPU. Requests for a fifth wait for a turn."""
+    """Adapters that can be in one batch: 4 on CPU, 8 on GPU; requests for one more wait."""
 
     max_cpu_loras: int | None = Field(default=None, ge=1)
     """Adapters that stay in memory. At least as many as are ever loaded at once: vLLM reads one

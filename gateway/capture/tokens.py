@@ -116,7 +116,7 @@ class Capture:
             captured.token_ids.extend(token_ids)
         logprobs = choice.get("logprobs")
         values = _logprobs(logprobs)
-        if values:
+        if values and logprobs is not None:
             captured.logprobs = captured.logprobs or []
             captured.logprobs.extend(values)
             if self.wants.logprobs:

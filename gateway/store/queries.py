@@ -37,34 +37,39 @@ class GroupSummary:
     closed_at: float | None
 
 
-def policies(connection: Connection, project: str) -> list[RowMapping]:
+Row = dict[str, Any]
+
+
+def policies(connection: Connection, project: str) -> list[Row]:
     """All policies of a project, by name."""
     query = select(Policy.__table__).where(Policy.project == project).order_by(Policy.name)
-    return list(connection.execute(query).mappings())
+    return [dict(row) for row in connection.execute(query).mappings()]
 
 
-def policy(connection: Connection, project: str, name: str) -> RowMapping | None:
+def policy(connection: Connection, project: str, name: str) -> Row | None:
     """One policy."""
     query = select(Policy.__table__).where(Policy.project == project, Policy.name == name)
-    return connection.execute(query).mappings().one_or_none()
+    found = connection.execute(query).mappings().one_or_none()
+    return dict(found) if found is not None else None
 
 
-def versions(connection: Connection, project: str, name: str) -> list[RowMapping]:
+def versions(connection: Connection, project: str, name: str) -> list[Row]:
     """The versions of a policy, oldest first."""
     query = (
         select(Version.__table__)
         .where(Version.project == project, Version.policy == name)
         .order_by(Version.number)
     )
-    return list(connection.execute(query).mappings())
+    return [dict(row) for row in connection.execute(query).mappings()]
 
 
-def version(connection: Connection, project: str, name: str, number: int) -> RowMapping | None:
+def version(connection: Connection, project: str, name: str, number: int) -> Row | None:
     """One version of a policy."""
     query = select(Version.__table__).where(
         Version.project == project, Version.policy == name, Version.number == number
     )
-    return connection.execute(query).mappings().one_or_none()
+    found = connection.execute(query).mappings().one_or_none()
+    return dict(found) if found is not None else None
 
 
 def find_tail(

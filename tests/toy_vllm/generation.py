@@ -167,7 +167,7 @@ def _choice(
 
 
 def _sample(choice: Choice, request: Request, mark: bytes, dice: random.Random, limit: int) -> None:
-    stops, sent = request.stops(), 0
+    stops, sent, searched = request.stops(), 0, 0
     # Text that may turn out to be the beginning of a stop string is held back.
     held = max(map(len, stops), default=1) - 1
     ids = list(choice.prompt_ids)
@@ -186,7 +186,11 @@ def _sample(choice: Choice, request: Request, mark: bytes, dice: random.Random, 
             choice.finish_reason = "stop"
         elif token in (request.stop_token_ids or []):
             choice.finish_reason, choice.stop_reason = "stop", token
-        elif found := min(((text.find(s), s) for s in stops if s in text), default=None):
+        elif position < request.min_tokens:
+            searched = len(text)  # vLLM does not look for stop strings in the first min_tokens
+        elif found := min(
+            ((text.find(s, searched), s) for s in stops if s in text[searched:]), default=None
+        ):
             choice.finish_reason, choice.stop_reason = "stop", found[1]
             kept = len(found[1]) if request.include_stop_str_in_output else 0
             text = text[: found[0] + kept]

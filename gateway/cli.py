@@ -1,0 +1,195 @@
+"""The `strop` command."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from gateway.client import ApiFailed, call
+from gateway.settings import Settings
+
+app = typer.Typer(
+    help="A drop-in OpenAI API gateway that makes the model behind it better at its job.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+policy_app = typer.Typer(help="What is being trained, its versions, and the way back.")
+app.add_typer(policy_app, name="policy", no_args_is_help=True)
+
+out = Console()
+err = Console(stderr=True)
+
+Url = Annotated[str, typer.Option("--url", envvar="STROP_URL", help="The gateway's address.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+_URL = "http://127.0.0.1:8000"
+
+
+def _settings() -> Settings:
+    try:
+        return Settings()
+    except ValidationError as error:
+        for item in error.errors():
+            name = ".".join(str(part) for part in item["loc"])
+            err.print(f"[red]The setting {name} is wrong:[/] {item['msg']}", highlight=False)
+        raise typer.Exit(2) from None
+
+
+def _ask(url: str, path: str, body: Any = None) -> Any:
+    try:
+        return call(url, path, body)
+    except ApiFailed as error:
+        err.print(f"[red]Error:[/] {error}", highlight=False)
+        raise typer.Exit(1) from None
+
+
+@app.command()
+def up(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all logs.")] = False,
+    trainer: Annotated[
+        bool, typer.Option("--trainer/--no-trainer", help="Run the trainer too.")
+    ] = True,
+) -> None:
+    """Start vLLM (unless STROP_REPLICAS names some), the gateway and the trainer."""
+    from gateway.up import up as run_up
+
+    raise typer.Exit(asyncio.run(run_up(_settings(), trainer=trainer, verbose=verbose)))
+
+
+@app.command()
+def serve() -> None:
+    """Run the gateway alone, in front of the vLLM replicas in STROP_REPLICAS."""
+    settings = _settings()
+    os.execv(sys.executable, [sys.executable, *gateway_arguments(settings)])
+
+
+def gateway_arguments(settings: Settings) -> list[str]:
+    """Arguments of the Python that runs the gateway."""
+    return [
+        "-m",
+        "uvicorn",
+        "--factory",
+        "gateway.app:serve",
+        "--host",
+        settings.host,
+        "--port",
+        str(settings.port),
+        "--no-access-log",
+        "--log-level",
+        "info",
+        "--timeout-graceful-shutdown",
+        "30",
+    ]
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(context: typer.Context) -> None:
+    """Run the trainer alone; arguments are those of `python -m trainer`."""
+    raise typer.Exit(subprocess.call([sys.executable, "-m", "trainer", *context.args]))
+
+
+@app.command()
+def migrate() -> None:
+    """Bring the database's schema up to date."""
+    from gateway.store import Database
+
+    settings = _settings()
+    Database(settings.url()).migrate()
+    out.print(f"The schema of {settings.url().split('@')[-1]} is up to date.", highlight=False)
+
+
+@app.command()
+def status(url: Url = _URL, as_json: AsJson = False) -> None:
+    """Whether requests would be answered, and what is wrong if not."""
+    answer = _ask(url, "/readyz")
+    if as_json:
+        out.print_json(json.dumps(answer))
+        return
+    out.print("[green]ready[/]" if answer["ready"] else "[red]not ready[/]")
+    for problem in answer["problems"]:
+        out.print(f"  - {problem}", highlight=False)
+    for name, failure in answer["failed_versions"].items():
+        out.print(f"  - {name} failed its probe: {failure.get('error')}", highlight=False)
+    for replica in answer["replicas"]:
+        serves = ", ".join(replica["serves"]) or replica["error"]
+        out.print(f"  {replica['url']}: {serves}", highlight=False)
+
+
+@policy_app.command("list")
+def list_policies(url: Url = _URL, as_json: AsJson = False) -> None:
+    """All policies."""
+    answer = _ask(url, "/v1/policies")
+    if as_json:
+        out.print_json(json.dumps(answer))
+        return
+    table = Table("policy", "serves", "trains from", "loaded", "state", "base model")
+    for policy in answer["data"]:
+        table.add_row(
+            policy["name"],
+            f"@{policy['alias']}",
+            f"@{policy['head']}",
+            " ".join(f"@{number}" for number in policy["loaded"]),
+            policy["state"],
+            policy["base_model"],
+        )
+    out.print(table)
+
+
+@policy_app.command("show")
+def show_policy(name: str, url: Url = _URL, as_json: AsJson = False) -> None:
+    """A policy's versions, with the results of their probes."""
+    policy = _ask(url, f"/v1/policies/{name}")
+    versions = _ask(url, f"/v1/policies/{name}/versions")["data"]
+    if as_json:
+        out.print_json(json.dumps({**policy, "versions": versions}))
+        return
+    out.print(
+        f"{name} serves @{policy['alias']}, trains from @{policy['head']}, "
+        f"base model {policy['base_model']}",
+        highlight=False,
+    )
+    table = Table("version", "parent", "state", "step", "probe")
+    for version in versions:
+        table.add_row(
+            f"@{version['number']}",
+            f"@{version['parent']}" if version["parent"] is not None else "",
+            version["state"],
+            str(version["step_id"] or ""),
+            _probe(version["probe_result"]),
+        )
+    out.print(table)
+
+
+def _probe(result: dict[str, Any] | None) -> str:
+    if not result:
+        return ""
+    if "error" in result:
+        return str(result["error"])
+    numbers: dict[str, float] = next(iter(result["replicas"].values()), {})
+    if "mean_difference" not in numbers:
+        return ""
+    text = f"{numbers['mean_difference']:.1e} nats from the trainer's"
+    if "mean_difference_to_previous" in numbers:
+        text += f", {numbers['mean_difference_to_previous']:.1e} from the version before"
+    return text
+
+
+@policy_app.command("rollback")
+def roll_back(name: str, version: int, url: Url = _URL) -> None:
+    """Serve an earlier version now, and let training go on from it."""
+    policy = _ask(url, f"/v1/policies/{name}/rollback", {"version": version})
+    out.print(f"{name} serves @{policy['alias']} now and trains from it.", highlight=False)
+
+
+@app.command()
+def reward(completion_id: str, value: float, url: Url = _URL, comment: str | None = None) -> None:
+    """Post a reward against a completion."""
+    body = {"completion_id": completion_id, "reward": value, "comment": comment}
+    answer = _ask(url, "/v1/rewards", body)
+    out.print(f"{answer['id']}: {answer['reward']} for {completion_id}", highlight=False)

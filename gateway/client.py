@@ -1,0 +1,40 @@
+"""A small client of strop's own routes, for the command line."""
+
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+
+class ApiFailed(Exception):
+    """The gateway answered with an error, or not at all."""
+
+
+def call(base_url: str, path: str, body: Any = None, *, timeout: float = 30.0) -> Any:
+    """GET, or POST where there is a body; returns the JSON answer.
+
+    Raises:
+        ApiFailed: with the gateway's own message.
+    """
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(
+        base_url.rstrip("/") + path, data, {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        raw = error.read()
+        try:
+            answer = json.loads(raw)
+        except ValueError:
+            answer = {}
+        if path == "/readyz" and "problems" in answer:
+            return answer
+        message = answer.get("error", {}).get("message") or raw.decode(errors="replace")
+        raise ApiFailed(message) from None
+    except OSError as error:
+        raise ApiFailed(
+            f"no gateway at {base_url} ({error}). Start one with `strop up`, or name another with "
+            "--url or STROP_URL."
+        ) from None
