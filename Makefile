@@ -46,7 +46,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.storage
 
 clean:
 	rm -rf .strop build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -78,12 +78,12 @@ def write_zero(folder: Path, base_model: Path, lora: Lora) -> None:
     partial.replace(folder / CONFIG)
 
 
-def check(folder: Path, lora: Lora, base_model: Path | None) -> None:
+def check(folder: Path, lora: Lora, base_model: Path) -> None:
     """Look an adapter over before a replica may load it.
 
     Args:
-        base_model: the base's folder, to check shapes and completeness against; None where the
-            base is not a local folder, and then only rank and finiteness are checked.
+        base_model: the base's folder, to check shapes and completeness against; where it is a
+            hub name, only rank and finiteness are checked.
 
     Raises:
         BrokenAdapter: it must not be loaded.
@@ -96,11 +96,11 @@ def check(folder: Path, lora: Lora, base_model: Path | None) -> None:
         raise BrokenAdapter(f"rank is {config.get('r')}, the policy's is {lora.rank}")
     if config.get("use_dora"):
         raise BrokenAdapter("DoRA adapters cannot be served by vLLM")
-    expected = _expected(base_model, lora) if base_model is not None else None
+    expected = _expected(base_model, lora) if base_model.is_dir() else None
     seen = set()
     try:
         with safe_open(folder / WEIGHTS, framework="numpy") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 (it has no other way to be iterated)
                 seen.add(name)
                 _check_tensor(name, file.get_tensor(name), lora.rank, expected)
     except (OSError, SafetensorError) as error:

@@ -217,7 +217,7 @@ class Publisher:
             return
         base = Path(policy.row["base_model"])
         lora = Lora(**policy.row["lora"])
-        await asyncio.to_thread(adapters.check, Path(path), lora, base if base.is_dir() else None)
+        await asyncio.to_thread(adapters.check, Path(path), lora, base)
         self._checked.add(path)
 
     def _publish_catalog(self, found: Sequence[_Policy]) -> None:

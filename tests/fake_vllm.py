@@ -285,7 +285,7 @@ class FakeVllm:
         config = path / "adapter_config.json"
         if not config.is_file():
             raise ApiError(
-                f"Loading lora {name} failed: No adapter found for {path}",
+                f"Loading lora {name} failed: No adapter found for <path>",
                 "NotFoundError",
                 code=404,
             )
@@ -296,7 +296,7 @@ class FakeVllm:
                     f"LoRA rank {rank} is greater than max_lora_rank {self.max_lora_rank}."
                 )
             if not (path / "adapter_model.safetensors").is_file():
-                raise ValueError(f"{path} doesn't contain tensors")
+                raise ValueError("<path> doesn't contain tensors")
             fingerprint(path)
         except Exception as error:
             message = f"Call to add_lora method failed: {error}"

@@ -197,9 +197,7 @@ async def _open(
     """Send the request; a replica that takes no connection is replaced by another, once."""
     failed: Replica | None = None
     for _ in range(2):
-        replica = gateway.pool.choose(
-            exchange.served_name, exchange.captured.trajectory.id, failed
-        )
+        replica = gateway.pool.choose(exchange.served_name, exchange.captured.trajectory.id, failed)
         if replica is None:
             break
         exchange.captured.replica = replica.url
@@ -284,9 +282,7 @@ async def _upstream_broke(gateway: Gateway, exchange: Exchange, error: BaseExcep
     status = 504 if timed_out else 502
     await _abort(gateway, exchange, status)
     what = "did not answer in time" if timed_out else f"broke off: {error or type(error).__name__}"
-    return ApiError(
-        status, f"vLLM {what}. The request may be sent again.", code="upstream_failed"
-    )
+    return ApiError(status, f"vLLM {what}. The request may be sent again.", code="upstream_failed")
 
 
 async def _refuse(

@@ -64,19 +64,15 @@ def _version_json(row: queries.Row) -> dict[str, Any]:
     }
 
 
-async def ensure_policy(
-    gateway: Gateway, name: str, lora: Lora, settings: PolicySettings
-) -> bool:
+async def ensure_policy(gateway: Gateway, name: str, lora: Lora, settings: PolicySettings) -> bool:
     """Create a policy if there is none of that name; True if it was created.
 
     Raises:
         BrokenAdapter: the base model has no layers for such adapters.
     """
     model = gateway.settings.model()
-    folder: Path | None = None
-    if Path(model).is_dir():
-        folder = gateway.settings.artifacts() / gateway.project / name / "000000"
-        await asyncio.to_thread(adapters.write_zero, folder, Path(model), lora)
+    folder = gateway.settings.artifacts() / gateway.project / name / "000000"
+    adapter = await asyncio.to_thread(_zero_adapter, folder, Path(model), lora)
     return await gateway.writer.run(
         lambda connection: policies.create(
             connection,
@@ -86,9 +82,17 @@ async def ensure_policy(
             base_served=gateway.settings.vllm.served_name,
             lora=lora,
             settings=settings,
-            adapter_path=str(folder) if folder else None,
+            adapter_path=adapter,
         )
     )
+
+
+def _zero_adapter(folder: Path, model: Path, lora: Lora) -> str | None:
+    # Of a model that only vLLM can reach the shapes are not known; it is served as it is.
+    if not model.is_dir():
+        return None
+    adapters.write_zero(folder, model, lora)
+    return str(folder)
 
 
 async def reconfigure(gateway: Gateway, name: str, settings: PolicySettings) -> None:

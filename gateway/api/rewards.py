@@ -64,9 +64,7 @@ def reward_json(reward: StoredReward) -> dict[str, Any]:
     status_code=201,
     responses={200: {"description": "Idempotent repeat: the first result"}},
 )
-async def post_rewards(
-    body: Annotated[OneOrMore, Body()], gateway: Strop
-) -> Response:
+async def post_rewards(body: Annotated[OneOrMore, Body()], gateway: Strop) -> Response:
     """Store rewards. They count as soon as this answers, and as long as the completion is kept."""
     items = body if isinstance(body, list) else [body]
     if not items:

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -127,6 +128,8 @@ def prepare(
         "generation-config": "vllm",
         # The distribution that was sampled from, which is what GRPO's ratio is over.
         "logprobs-mode": "processed_logprobs",
+        # vLLM's own is 0: after every start it would sample the same answers again.
+        "seed": secrets.randbelow(2**31),
         "max-lora-rank": _max_lora_rank(options, ranks),
         **_sizes(options, device, config, adapters),
     }
@@ -159,6 +162,8 @@ def environment(options: VllmOptions, device: Literal["cpu", "gpu"]) -> dict[str
     if Path(options.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if device == "cpu":
+        # Else the CPU platform puts the model into one more process, "uni" or not.
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         # Compiling needs a C++ compiler, and vLLM compiles at the first request with logprobs.
         env["TORCHDYNAMO_DISABLE"] = "1"
         env.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
@@ -303,17 +308,14 @@ def _sizes(
     length = options.max_model_len
     if length is None and config:
         length = int(min(_CPU_MODEL_LEN if cpu else _GPU_MODEL_LEN, positions))
-    elif length is None:
-        # A hub name: how long the model's context is isn't known here, and too long is refused.
-        length = _CPU_MODEL_LEN
-    if length > positions:
+    if length is not None and length > positions:
         raise LaunchError(
             f"`vllm.max_model_len` is {length}, and the model has {positions} positions; lower it"
         )
     dtype = options.dtype or ("float32" if cpu else "auto")
     kv_bytes = options.kv_cache_memory_bytes
     if kv_bytes is None and cpu and (per_token := _kv_bytes_per_token(config, dtype)):
-        kv_bytes = _FULL_SEQUENCES * length * per_token
+        kv_bytes = _FULL_SEQUENCES * (length or _CPU_MODEL_LEN) * per_token
     max_loras = options.max_loras or (4 if cpu else 8)
     kept = options.max_cpu_loras or max(max_loras, adapters)
     if kept < max(max_loras, adapters):
@@ -323,7 +325,8 @@ def _sizes(
         )
     return {
         "dtype": dtype,
-        "max-model-len": length,
+        # Of a hub name the length is not known here: vLLM takes what fits the memory.
+        "max-model-len": length or ("auto" if not cpu else _CPU_MODEL_LEN),
         "max-num-seqs": options.max_num_seqs or (16 if cpu else 256),
         "max-loras": max_loras,
         "max-cpu-loras": kept,

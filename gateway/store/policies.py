@@ -58,9 +58,7 @@ def create(
     return True
 
 
-def configure(
-    connection: Connection, project: str, name: str, settings: PolicySettings
-) -> None:
+def configure(connection: Connection, project: str, name: str, settings: PolicySettings) -> None:
     """Replace a policy's settings."""
     connection.execute(
         update(Policy)

@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 import pytest
 import uvicorn
+from openai import AsyncOpenAI
+
 from gateway.app import build
 from gateway.gateway import Gateway
 from gateway.settings import Settings
-from openai import AsyncOpenAI
-
 from tests.fake_vllm import FakeVllm
 
 

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
+
 from gateway.capture.threads import normalise
 from gateway.store import queries
-
 from tests.gateway.conftest import Running
 
 ASK = [{"role": "user", "content": "Find the invoice."}]
@@ -60,7 +60,11 @@ async def test_a_traceparent_names_the_trajectory(strop: Running):
     header = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
     _, found = await ask(strop, extra_headers=header)
     assert (found.id, found.attribution) == (trace, "traceparent")
-    for ignored in ("rubbish", f"00-{'0' * 32}-00f067aa0ba902b7-01", f"ff-{trace}-00f067aa0ba902b7-01"):
+    for ignored in (
+        "rubbish",
+        f"00-{'0' * 32}-00f067aa0ba902b7-01",
+        f"ff-{trace}-00f067aa0ba902b7-01",
+    ):
         _, found = await ask(strop, extra_headers={"traceparent": ignored})
         assert found.attribution == "new"
 
@@ -140,9 +144,15 @@ async def test_ids_that_cannot_be_ids_are_refused(strop: Running, value):
 
 
 def test_what_clients_change_in_an_echo_does_not_matter():
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1, "b":2}'}}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a":1, "b":2}'},
+    }
     same = {"id": "c1", "function": {"name": "f", "arguments": '{"b": 2, "a": 1}'}, "index": 0}
     assert normalise({"role": "assistant", "content": None, "tool_calls": [call]}) == normalise(
         {"role": "assistant", "content": "", "tool_calls": [same], "audio": None, "annotations": []}
     )
-    assert normalise({"role": "user", "content": "a"}) != normalise({"role": "user", "content": "b"})
+    assert normalise({"role": "user", "content": "a"}) != normalise(
+        {"role": "user", "content": "b"}
+    )

@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from gateway.store import queries
 from openai import APIError, APIStatusError, BadRequestError, NotFoundError, OpenAI
 
+from gateway.store import queries
 from tests.gateway.conftest import MakeStrop, Running
 from tests.toy_vllm.model import chat_prompt, encode
 
@@ -71,7 +71,9 @@ async def test_a_client_gets_the_logprobs_and_ids_that_it_asked_for(strop: Runni
     async for chunk in await strop.client.chat.completions.create(**options, stream=True):
         for choice in chunk.choices:
             streamed_ids += choice.model_extra.get("token_ids") or []
-            streamed_logprobs += [i.logprob for i in choice.logprobs.content] if choice.logprobs else []
+            streamed_logprobs += (
+                [i.logprob for i in choice.logprobs.content] if choice.logprobs else []
+            )
         completion_id = chunk.id
     row = stored(strop, completion_id)
     assert streamed_ids == row.choices[0].token_ids

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import aiohttp
-from gateway.store import Database, queries
-from gateway.store.models import Choice, Completion, Reward
 from openai import AsyncOpenAI, OpenAIError
 from sqlalchemy import select
 
 from gateway.backends.launch import free_port
+from gateway.store import Database, queries
+from gateway.store.models import Choice, Completion, Reward
 from tests.fake_vllm import FakeVllm
 
 ASK = [{"role": "user", "content": "Do not forget this."}]

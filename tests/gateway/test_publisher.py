@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gateway import adapters
-from gateway.store import policies, queries, training
-from gateway.store.models import Policy, Version
-from gateway.store.policy_settings import Lora
 from openai import NotFoundError
 from safetensors.numpy import load_file, save_file
 from sqlalchemy import insert, update
 
+from gateway import adapters
+from gateway.store import policies, queries, training
+from gateway.store.models import Policy, Version
+from gateway.store.policy_settings import Lora
 from tests.fake_vllm import FakeVllm
 from tests.gateway.conftest import MakeStrop, Running
 from tests.toy_vllm.model import toy_logprobs
@@ -23,7 +23,9 @@ ASK = [{"role": "user", "content": "Who are you?"}]
 PROBE = list(range(10, 40))
 
 
-def write_version(strop: Running, number: int, *, parent: int = 0, probe: bool = True, **wrong) -> Path:
+def write_version(
+    strop: Running, number: int, *, parent: int = 0, probe: bool = True, **wrong
+) -> Path:
     """What the trainer leaves: a folder, and a row that says `ready`."""
     artifacts = strop.gateway.settings.artifacts() / "default" / "agent"
     folder = artifacts / f"{number:06d}-test"
@@ -111,9 +113,30 @@ async def test_a_version_that_equals_the_one_before_is_failed(strop: Running):
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ({"base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": np.full((8, 8), np.nan, np.float32)}, "not finite"),
-        ({"base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": np.ones((8, 4), np.float32)}, "has shape"),
-        ({"base_model.model.model.layers.9.mlp.up_proj.lora_B.weight": np.ones((8, 8), np.float32)}, "fits no layer"),
+        (
+            {
+                "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": np.full(
+                    (8, 8), np.nan, np.float32
+                )
+            },
+            "not finite",
+        ),
+        (
+            {
+                "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight": np.ones(
+                    (8, 4), np.float32
+                )
+            },
+            "has shape",
+        ),
+        (
+            {
+                "base_model.model.model.layers.9.mlp.up_proj.lora_B.weight": np.ones(
+                    (8, 8), np.float32
+                )
+            },
+            "fits no layer",
+        ),
     ],
 )
 async def test_a_broken_adapter_never_reaches_vllm(strop: Running, tensors, words):
@@ -166,7 +189,9 @@ async def test_a_replica_that_restarts_is_brought_up_to_date(strop: Running):
 
 async def test_every_replica_must_pass(make_strop: MakeStrop, tmp_path: Path):
     async with make_strop() as strop, FakeVllm() as second:
-        replica = type(strop.gateway.pool.replicas[0])(second.url, strop.gateway.pool.replicas[0]._session)
+        replica = type(strop.gateway.pool.replicas[0])(
+            second.url, strop.gateway.pool.replicas[0]._session
+        )
         strop.gateway.pool.replicas.append(replica)
         await strop.gateway.publisher.reconcile()
         second.faults.ignore_adapters = True

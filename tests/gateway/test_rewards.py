@@ -1,8 +1,8 @@
 """`POST /v1/rewards`."""
 
 import pytest
-from gateway.store import queries
 
+from gateway.store import queries
 from tests.gateway.conftest import Running
 
 ASK = [{"role": "user", "content": "Rate me."}]
@@ -52,7 +52,9 @@ async def test_an_unknown_choice_is_a_404(strop: Running, completion: str):
     assert (status, body["error"]["param"]) == (404, "choice")
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", '"1.0"', "null", "true", "[1]", "1e999"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", '"1.0"', "null", "true", "[1]", "1e999"]
+)
 async def test_a_reward_that_is_no_finite_number_is_a_422(strop: Running, completion: str, value):
     raw = f'{{"completion_id": "{completion}", "reward": {value}}}'
     async with strop.http.post(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from gateway.store import Database
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedChoice, CapturedCompletion, TrajectoryRef

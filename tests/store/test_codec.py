@@ -3,9 +3,10 @@
 import math
 
 import pytest
-from gateway.store import codec
 from hypothesis import given
 from hypothesis import strategies as st
+
+from gateway.store import codec
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))

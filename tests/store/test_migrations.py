@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy import inspect
+
 from gateway.store import Database
 from gateway.store.models import Base
-from sqlalchemy import inspect
 
 
 def test_the_migrations_make_what_the_models_say(database: Database):

@@ -4,11 +4,11 @@ import asyncio
 import random
 
 import pytest
+from sqlalchemy import func, select
+
 from gateway.store import Database, queries, rewards
 from gateway.store.models import Choice, Completion
 from gateway.store.writer import QueueFull, Writer
-from sqlalchemy import func, select
-
 from tests.store.conftest import Captured
 
 
@@ -122,9 +122,7 @@ async def test_a_full_queue_refuses_instead_of_growing(database: Database, captu
     await writer.close()
 
 
-async def test_a_caller_that_is_cancelled_keeps_its_row(
-    database: Database, captured: Captured
-):
+async def test_a_caller_that_is_cancelled_keeps_its_row(database: Database, captured: Captured):
     writer = Writer(database)
     task = asyncio.ensure_future(writer.store(captured("gone")))
     await asyncio.sleep(0)
@@ -151,7 +149,10 @@ async def test_a_list_of_rewards_with_an_unknown_id_leaves_nothing(
 ):
     item = captured()
     await writer.store(item)
-    items = [rewards.NewReward(1.0, completion_id=item.id), rewards.NewReward(1.0, completion_id="?")]
+    items = [
+        rewards.NewReward(1.0, completion_id=item.id),
+        rewards.NewReward(1.0, completion_id="?"),
+    ]
     with pytest.raises(rewards.UnknownTarget):
         await writer.run(lambda c: rewards.post(c, "default", items))
     assert read(database, "t").rewards == []

@@ -4,12 +4,12 @@ import time
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
+
 from gateway.store import Database, policies, queries, rewards, training
 from gateway.store.models import CompletionUse, Step, Trajectory
 from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.writer import Writer
-from sqlalchemy import select
-
 from tests.store.conftest import Captured
 
 

@@ -1,0 +1,269 @@
+"""`make demo`: an e-mail search agent gets better at its job while it is being used.
+
+Starts strop (a real vLLM, the gateway, the trainer), asks the agent held-out questions, lets it work
+on training questions and posts what each answer was worth, until the trainer has published a number
+of new versions, and asks held-out questions again. Nothing here trains: the agent talks to an
+OpenAI API, and rewards are POSTed against the ids of its completions.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from examples.email_search import report
+from examples.email_search.agent import run_episode, score
+from examples.email_search.mailbox import Mailbox, Question, make_mailbox
+
+POLICY = "email-agent"
+CONCURRENCY = 16
+console = Console(highlight=False)
+
+
+@dataclass
+class Rollout:
+    """What one episode brought."""
+
+    reward: float
+    versions: list[int]
+    completions: int
+
+
+@dataclass
+class Demo:
+    """The running system, as its user sees it: a URL."""
+
+    url: str
+    seed: int
+    mailbox: Mailbox
+    http: httpx.AsyncClient
+    client: AsyncOpenAI
+    answered: int = 0
+    rewards_by_version: dict[int, list[float]] = field(default_factory=dict)
+
+    async def rollout(self, question: Question, split: str, group: str, gate: asyncio.Semaphore):
+        """Let the agent answer one question, and post what its answer was worth."""
+        async with gate:
+            episode = await run_episode(
+                self.client, POLICY, question.text, self.mailbox, group=group, split=split
+            )
+        reward = score(question, episode)
+        # The last completion of the episode: any of them would do, for the episode is rewarded
+        # as a whole.
+        posted = await self.http.post(
+            "/v1/rewards",
+            json={"completion_id": episode.completion_ids[-1], "reward": reward},
+        )
+        posted.raise_for_status()
+        self.answered += len(episode.completion_ids)
+        return Rollout(reward, episode.versions, len(episode.completion_ids))
+
+    async def evaluate(self, count: int, name: str, progress: Progress) -> list[float]:
+        """Rewards of `count` rollouts on held-out questions, sampled as served."""
+        gate = asyncio.Semaphore(CONCURRENCY)
+        questions = self.mailbox.held_out
+        task = progress.add_task(f"held-out questions, {name}", total=count, note="")
+        rewards: list[float] = []
+
+        async def one(index: int) -> None:
+            question = questions[index % len(questions)]
+            rollout = await self.rollout(question, "eval", f"eval-{name}-{question.id}", gate)
+            rewards.append(rollout.reward)
+            progress.update(task, advance=1, note=f"reward {fmean(rewards):.2f}")
+
+        await asyncio.gather(*(one(index) for index in range(count)))
+        return rewards
+
+    async def train(self, steps: int, questions: int, rollouts: int, progress: Progress) -> None:
+        """Work on training questions until the trainer has published `steps` new versions."""
+        gate = asyncio.Semaphore(CONCURRENCY)
+        rng = random.Random(self.seed)
+        pool: list[Question] = []
+        task = progress.add_task("training questions", total=steps * questions * rollouts, note="")
+        for step in range(1, steps + 1):
+            if len(pool) < questions:
+                pool = rng.sample(self.mailbox.train, len(self.mailbox.train))
+            batch = [pool.pop() for _ in range(questions)]
+            done: list[Rollout] = []
+
+            async def one(question: Question, step: int, done: list[Rollout]) -> None:
+                group = f"step-{step:02d}-{question.id}"
+                done.append(await self.rollout(question, "train", group, gate))
+                mean = fmean(rollout.reward for rollout in done)
+                note = f"reward {mean:.2f} · step {step} of {steps} · version {step - 1}"
+                progress.update(task, advance=1, note=note)
+
+            await asyncio.gather(
+                *(one(question, step, done) for question in batch for _ in range(rollouts))
+            )
+            for rollout in done:
+                version = rollout.versions[0]
+                self.rewards_by_version.setdefault(version, []).append(rollout.reward)
+            mean = fmean(rollout.reward for rollout in done)
+            progress.update(task, note=f"reward {mean:.2f} · training version {step}")
+            await self.version(step)
+
+    async def version(self, number: int) -> None:
+        """Wait until a version is served."""
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            policy = (await self.http.get(f"/v1/policies/{POLICY}")).json()
+            if policy["alias"] >= number:
+                return
+            listing = (await self.http.get(f"/v1/policies/{POLICY}/versions")).json()["data"]
+            for version in listing:
+                if version["state"] == "failed":
+                    raise SystemExit(f"{version['id']} failed its probe: {version['probe_result']}")
+            await asyncio.sleep(0.2)
+        raise SystemExit(
+            f"version {number} was not published within 5 minutes; look at the trainer's log"
+        )
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Strop:
+    """`strop up`, as a process of its own."""
+
+    def __init__(self, folder: Path, port: int):
+        self.folder = folder
+        self.url = f"http://127.0.0.1:{port}"
+        env = {
+            **os.environ,
+            "STROP_CONFIG": str(Path(__file__).with_name("strop.toml")),
+            "STROP_DATA_DIR": str(folder),
+            "STROP_BASE_MODEL": os.environ.get("STROP_BASE_MODEL", ""),
+            "STROP_PORT": str(port),
+            "STROP_VLLM__PORT": str(free_port()),
+        }
+        self.log = folder / "up.log"
+        self._process = subprocess.Popen(
+            [str(Path(sys.executable).with_name("strop")), "up"],
+            env=env,
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    async def ready(self, http: httpx.AsyncClient) -> None:
+        """Wait until a request would be answered."""
+        while True:
+            if self._process.poll() is not None:
+                raise SystemExit("strop did not start:\n" + self.log.read_text()[-2000:])
+            try:
+                if (await http.get("/readyz")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.5)
+
+    def stop(self) -> None:
+        """Ctrl-C, and wait."""
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The whole demo; returns what goes into result.json."""
+    folder = Path(os.environ.get("STROP_DATA_DIR", ".strop/demo")).absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    began = time.monotonic()
+    console.print(f"Starting vLLM, the gateway and the trainer (seed {options.seed}) …")
+    strop = Strop(folder, free_port())
+    try:
+        async with (
+            httpx.AsyncClient(base_url=strop.url, timeout=60) as http,
+            AsyncOpenAI(base_url=strop.url + "/v1", api_key="none", timeout=600) as client,
+        ):
+            await strop.ready(http)
+            console.print(f"Ready after {time.monotonic() - began:.0f} s at {strop.url}")
+            demo = Demo(strop.url, options.seed, make_mailbox(options.seed), http, client)
+            with progress_bar() as progress:
+                base = await demo.evaluate(options.evaluate, "base", progress)
+                await demo.train(options.steps, options.questions, options.rollouts, progress)
+                last = await demo.evaluate(options.evaluate, "last", progress)
+            versions = (await http.get(f"/v1/policies/{POLICY}/versions")).json()["data"]
+    finally:
+        strop.stop()
+    return {
+        "seed": options.seed,
+        **summary("base", base),
+        **summary("last", last),
+        "rewards_by_version": {
+            str(version): fmean(rewards)
+            for version, rewards in sorted(demo.rewards_by_version.items())
+        },
+        "steps": options.steps,
+        "seconds": round(time.monotonic() - began, 1),
+        "completions_answered": demo.answered,
+        "completions_logged": report.completions_logged(folder),
+        "served_trained_difference": report.largest_difference(versions),
+    }
+
+
+def summary(name: str, rewards: Sequence[float]) -> dict[str, Any]:
+    """Mean reward and its 95% interval (normal approximation)."""
+    mean = fmean(rewards)
+    half = 1.96 * stdev(rewards) / len(rewards) ** 0.5
+    return {
+        f"{name}_reward": mean,
+        f"{name}_interval": [mean - half, mean + half],
+        f"{name}_rollouts": len(rewards),
+    }
+
+
+def progress_bar() -> Progress:
+    """The live display."""
+    return Progress(
+        TextColumn("{task.description:32}"),
+        BarColumn(),
+        TextColumn("{task.completed:>4.0f}/{task.total:.0f} rollouts"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+    )
+
+
+def main() -> None:
+    """Parse the options, run, show, and write result.json."""
+    parser = argparse.ArgumentParser(description="The e-mail search agent gets better at its job.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=10, help="versions to train")
+    parser.add_argument("--questions", type=int, default=6, help="questions (groups) per step")
+    parser.add_argument("--rollouts", type=int, default=8, help="rollouts per question")
+    parser.add_argument("--evaluate", type=int, default=160, help="held-out rollouts, twice")
+    options = parser.parse_args()
+    result = asyncio.run(run(options))
+    folder = Path(os.environ.get("STROP_DATA_DIR", ".strop/demo"))
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    report.show(result, folder, console)
+
+
+if __name__ == "__main__":
+    main()
