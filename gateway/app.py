@@ -83,16 +83,26 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             tolerance=settings.probe_tolerance,
         )
         gateway = Gateway(settings, database, writer, pool, publisher, Placements(database))
-        for name, config in settings.policy_configs().items():
-            created = await policies.ensure_policy(gateway, name, config.lora, config.settings())
-            if not created and name in settings.policies:
-                await policies.reconfigure(gateway, name, config.settings())
-        publishing = asyncio.create_task(publisher.run())
         try:
-            yield gateway
+            await _configure_policies(gateway)
+            publishing = asyncio.create_task(publisher.run())
+            try:
+                yield gateway
+            finally:
+                publishing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await publishing
         finally:
-            publishing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await publishing
             await writer.close()
             database.dispose()
+
+
+async def _configure_policies(gateway: Gateway) -> None:
+    """Make the policies of the settings, or bring those that there are up to date with them."""
+    settings = gateway.settings
+    for name, config in settings.policy_configs().items():
+        if await policies.ensure_policy(gateway, name, config.lora, config.settings()):
+            continue
+        await policies.check_base(gateway, name)
+        if name in settings.policies:
+            await policies.reconfigure(gateway, name, config.settings())

@@ -37,7 +37,8 @@ def _settings() -> Settings:
     except ValidationError as error:
         for item in error.errors():
             name = ".".join(str(part) for part in item["loc"])
-            err.print(f"[red]The setting {name} is wrong:[/] {item['msg']}", highlight=False)
+            what = f"The setting {name} is wrong:" if name else "The settings are wrong:"
+            err.print(f"[red]{what}[/] {item['msg']}", highlight=False)
         raise typer.Exit(2) from None
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from gateway.backends.launch import VllmOptions
 from gateway.store.policy_settings import Lora, PolicySettings
@@ -62,6 +62,25 @@ class Settings(StoreSettings):
     version's probe at which the version is still published. Measured: 1e-5 when both compute in
     float32, 0.04 with bfloat16 on one side."""
 
+    @model_validator(mode="after")
+    def _consistent(self) -> "Settings":
+        model = self.base_model
+        looks_like_path = model.startswith(("/", "./", "../", "~"))
+        if looks_like_path and not (Path(model).expanduser() / "config.json").is_file():
+            raise ValueError(
+                f"base_model {model!r} is not a model folder: there is no config.json in it. Give "
+                "the path of one, or the name of a model on the hub"
+            )
+        limit = self.vllm.max_lora_rank
+        for name, config in self.policies.items():
+            if limit is not None and config.lora.rank > limit:
+                raise ValueError(
+                    f"the policy {name!r} has LoRA rank {config.lora.rank}, vLLM's "
+                    f"--max-lora-rank is {limit}. Lower policies.{name}.lora.rank or raise "
+                    "vllm.max_lora_rank"
+                )
+        return self
+
     def policy_configs(self) -> dict[str, PolicyConfig]:
         """The policies that exist from the start."""
         return self.policies or {"agent": PolicyConfig()}
@@ -72,4 +91,4 @@ class Settings(StoreSettings):
 
     def model(self) -> str:
         """The base model, with the default filled in."""
-        return self.base_model or str(self.bundled_model())
+        return self.base_model or self.vllm.model or str(self.bundled_model())

@@ -95,6 +95,25 @@ def _zero_adapter(folder: Path, model: Path, lora: Lora) -> str | None:
     return str(folder)
 
 
+class OtherBaseModel(Exception):
+    """The database's policy was trained on another base model than the settings name."""
+
+
+async def check_base(gateway: Gateway, name: str) -> None:
+    """Refuse to serve a policy's adapters on a base model that they were not made for.
+
+    Raises:
+        OtherBaseModel: saying what to do.
+    """
+    row, model = await _find(gateway, name), gateway.settings.model()
+    if row["base_model"] != model:
+        raise OtherBaseModel(
+            f"the policy {name!r} in this database was made for the base model "
+            f"{row['base_model']}, the settings name {model}. Set base_model back, give the policy "
+            "another name, or use another data_dir or database_url"
+        )
+
+
 async def reconfigure(gateway: Gateway, name: str, settings: PolicySettings) -> None:
     """Give a policy the settings of the configuration file."""
     await gateway.writer.run(

@@ -70,3 +70,16 @@ def test_a_wrong_setting_is_named(name):
     result = CliRunner(env={name: "many"}).invoke(app, ["serve"])
     assert result.exit_code == 2
     assert name.removeprefix("STROP_").lower() in result.output
+
+
+def test_settings_that_cannot_work_are_refused_in_words(tmp_path):
+    result = CliRunner(env={"STROP_BASE_MODEL": str(tmp_path)}).invoke(app, ["serve"])
+    assert result.exit_code == 2
+    assert "is not a model folder" in " ".join(result.output.split())
+    (tmp_path / "strop.toml").write_text(
+        "[vllm]\nmax_lora_rank = 8\n[policies.big.lora]\nrank = 16\n"
+    )
+    env = {"STROP_CONFIG": str(tmp_path / "strop.toml")}
+    result = CliRunner(env=env).invoke(app, ["serve"])
+    assert result.exit_code == 2
+    assert "has LoRA rank 16" in " ".join(result.output.split())

@@ -11,7 +11,9 @@ from openai import NotFoundError
 from safetensors.numpy import load_file, save_file
 from sqlalchemy import insert, update
 
-from gateway import adapters
+from gateway import adapters, app
+from gateway.api.policies import OtherBaseModel
+from gateway.settings import Settings
 from gateway.store import policies, queries, training
 from gateway.store.models import Policy, Version
 from gateway.store.policy_settings import Lora
@@ -270,3 +272,13 @@ async def test_policies_are_created_over_the_api(strop: Running):
     reply = await strop.client.chat.completions.create(model="mailer", messages=ASK, max_tokens=3)
     assert reply.model == "mailer@0"
     assert [p["name"] for p in (await strop.get("/v1/policies"))[1]["data"]] == ["agent", "mailer"]
+
+
+async def test_a_policy_is_not_served_on_another_base_model(tmp_path: Path, toy_base: Path):
+    async with app.running(Settings(data_dir=tmp_path, base_model=str(toy_base))):
+        pass
+    other = tmp_path / "other"
+    shutil.copytree(toy_base, other)
+    with pytest.raises(OtherBaseModel, match="was made for the base model"):
+        async with app.running(Settings(data_dir=tmp_path, base_model=str(other))):
+            pass
