@@ -47,6 +47,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.storage
+	$(BIN)/python -m benchmarks.gateway
 
 clean:
 	rm -rf .strop build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

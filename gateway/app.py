@@ -15,6 +15,7 @@ from gateway.api import completions, groups, health, models, policies, rewards, 
 from gateway.api.chat import ChatCompletions
 from gateway.backends.vllm import ReplicaPool
 from gateway.capture.placement import Placements
+from gateway.dashboard import pages
 from gateway.gateway import Gateway
 from gateway.publisher import Publisher
 from gateway.settings import Settings
@@ -47,7 +48,7 @@ def build(settings: Settings | None = None) -> FastAPI:
     chat = ChatCompletions()
     for path in ("/v1/chat/completions", "/rollouts/{group}/{trajectory}/v1/chat/completions"):
         app.router.routes.append(Route(path, chat, methods=["POST"]))
-    for module in (rewards, completions, trajectories, groups, policies, models, health):
+    for module in (rewards, completions, trajectories, groups, policies, models, health, pages):
         app.include_router(module.router)
     return app
 

@@ -194,3 +194,7 @@ def reward(completion_id: str, value: float, url: Url = _URL, comment: str | Non
     body = {"completion_id": completion_id, "reward": value, "comment": comment}
     answer = _ask(url, "/v1/rewards", body)
     out.print(f"{answer['id']}: {answer['reward']} for {completion_id}", highlight=False)
+
+
+if __name__ == "__main__":
+    app()

@@ -12,7 +12,7 @@ from gateway.backends.vllm import ReplicaRefused, ReplicaUnavailable
 from gateway.errors import ApiError, invalid, not_found
 from gateway.gateway import Gateway, gateway_of
 from gateway.publisher import ProbeFailed
-from gateway.store import policies, queries
+from gateway.store import policies, queries, statistics
 from gateway.store.policy_settings import Lora, PolicySettings
 
 router = APIRouter(tags=["policies"])
@@ -55,12 +55,21 @@ def _policy_json(row: queries.Row, gateway: Gateway) -> dict[str, Any]:
     }
 
 
-def _version_json(row: queries.Row) -> dict[str, Any]:
+def _version_json(row: queries.Row, rewards: list[statistics.VersionReward]) -> dict[str, Any]:
     names = ("number", "parent", "state", "adapter_path", "probe_result", "step_id")
     return {
         "object": "version",
         "id": f"{row['policy']}@{row['number']}",
         **{name: row[name] for name in (*names, "created_at", "published_at")},
+        "rewards": {
+            reward.split: {
+                "mean": reward.mean,
+                "standard_error": reward.standard_error,
+                "trajectories": reward.trajectories,
+            }
+            for reward in rewards
+            if reward.version == row["number"]
+        },
     }
 
 
@@ -174,13 +183,14 @@ async def retrieve_policy(name: str, gateway: Strop) -> dict[str, Any]:
 
 @router.get("/v1/policies/{name}/versions")
 async def list_versions(name: str, gateway: Strop) -> dict[str, Any]:
-    """The versions of a policy, oldest first, with the results of their probes."""
+    """The versions of a policy, oldest first, with their probes and what they earned."""
     await _find(gateway, name)
 
     def read() -> list[dict[str, Any]]:
         with gateway.database.read() as connection:
             rows = queries.versions(connection, gateway.project, name)
-            return [_version_json(row) for row in rows]
+            rewards = statistics.rewards_by_version(connection, gateway.project, name)
+            return [_version_json(row, rewards) for row in rows]
 
     return {"object": "list", "data": await asyncio.to_thread(read)}
 
