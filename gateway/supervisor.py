@@ -283,8 +283,7 @@ class _Running:
             stable = time.monotonic() - began > _STABLE_SECONDS
             failures = 1 if stable else failures + 1
             pause = _BACKOFF[min(failures, len(_BACKOFF)) - 1]
-            reason = trouble or "exit code 0"
-            self._voice.say(f"ended: {reason}; starting it again in {pause:g} s", "red")
+            self._voice.say(f"ended: {trouble}; starting it again in {pause:g} s", "red")
             await asyncio.sleep(pause)
 
     async def follow(self) -> None:
@@ -339,12 +338,12 @@ class _Running:
             ended.cancel()
 
     async def _ended(self) -> str:
-        """Wait for its end and say why; empty for exit code 0."""
+        """Wait for its end and say why; empty if it was meant to end."""
         assert self._process is not None
         code = await self._process.wait()
         # Whoever it started goes with it: a port or a GPU that is still held fails the next start.
         self._leave()
-        if code == 0 and self._ready:
+        if code == 0 and self._ready and not self.child.restart:
             return ""
         return self.child.explain(self._recent_log(), code)
 

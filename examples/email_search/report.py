@@ -61,7 +61,7 @@ def show(result: Mapping[str, Any], folder: Path, console: Console) -> None:
         console.print(f"  @{version:<3} {bar:<40} {reward:.2f}")
     console.print()
     console.print("Look further:")
-    config = "examples/email_search/strop.toml"
+    config = folder / "strop.toml"
     console.print(f"  cat {folder / 'result.json'}")
     console.print(f"  STROP_CONFIG={config} STROP_DATA_DIR={folder} .venv/bin/strop up")
     console.print("  .venv/bin/strop policy show email-agent   (while that runs)")

@@ -20,6 +20,11 @@ _CAUSES: list[tuple[str, str]] = [
         "`vllm.gpu_memory_utilization` (GPU)",
     ),
     (
+        r"Available memory on node \d+ \(([\d.]+)/.*requested memory for kv \(([\d.]+ GiB)\)",
+        "the KV cache of {1} does not fit into the {0} GiB of free memory; lower "
+        "`vllm.kv_cache_memory_bytes` or `vllm.max_model_len`",
+    ),
+    (
         r"CUDA out of memory|CUDA error: out of memory|less than desired GPU memory utilization",
         "out of GPU memory; stop what else uses the GPU, or lower `vllm.gpu_memory_utilization` "
         "or `vllm.max_model_len`",
@@ -45,7 +50,7 @@ _CAUSES: list[tuple[str, str]] = [
     ),
     (
         r"max_model_len \((\d+)\) is greater than the derived max_model_len "
-        r"\([\w=]+?=([\d.]+)",
+        r"\([\w=]+?=(\d+)",
         "`vllm.max_model_len` is {0}, and the model has {1} positions; lower it",
     ),
     (
@@ -105,9 +110,17 @@ _LINES = 400
 """How much of the end of a log is looked at; vLLM's longest stack traces have 150 lines."""
 
 _ERROR_LINE = re.compile(
-    r"(?:^|\s)((?:[A-Za-z_]+\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b(?::.*)?)$"
+    r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)\b(?::.*)?)$"
 )
-_HOLLOW = ("Engine core initialization failed", "WorkerProc initialization failed", "Engine core")
+_KILLED = (
+    "it was killed (signal 9), on most machines for lack of memory; take a smaller model, or lower "
+    "`vllm.kv_cache_memory_bytes`"
+)
+_HOLLOW = (
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "EngineDeadError",
+)
 """Errors that only say that there was another one."""
 
 
@@ -118,13 +131,12 @@ def explain_failure(log: str, returncode: int) -> str:
         log: its output since it was started.
         returncode: of the process; negative for a signal.
     """
-    if returncode == -signal.SIGKILL:
-        # Whoever kills leaves no word in the log.
-        return (
-            "it was killed (signal 9), on most machines for lack of memory; take a smaller model, "
-            "or lower `vllm.kv_cache_memory_bytes`"
-        )
     plain = "\n".join(re.sub(r"\x1b\[[0-9;]*m", "", log).splitlines()[-_LINES:])
+    engine_gone = "engine core exited unexpectedly" in plain
+    # Whoever kills leaves no word in the log. The model runs in a process of its own, and a fatal
+    # error of its own making is announced as one.
+    if returncode == -signal.SIGKILL or (engine_gone and "a fatal error" not in plain):
+        return _KILLED
     known = [
         (found.start(), sentence, found)
         for pattern, sentence in _CAUSES
@@ -133,7 +145,7 @@ def explain_failure(log: str, returncode: int) -> str:
     if known:
         # Refused adapters leave errors behind too, and a server that ends does so with its last.
         _, sentence, found = max(known, key=lambda one: one[0])
-        return sentence.format(*(group for group in found.groups() if group is not None))
+        return sentence.format(*filter(None, found.groups()))
     return _last_error(plain) or f"it ended with code {returncode} and said nothing about why"
 
 

@@ -1,0 +1,68 @@
+"""`python -m trainer`: train what the gateway has logged."""
+
+import argparse
+import logging
+import signal
+import sys
+from types import FrameType
+
+from gateway.store import Database, StoreSettings
+from trainer.settings import TrainerSettings
+
+
+def main() -> int:
+    """Run the trainer; returns the process's exit code."""
+    arguments = _arguments()
+    settings = TrainerSettings()
+    logging.basicConfig(
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        level=logging.WARNING,
+    )
+    logging.getLogger("strop").setLevel(settings.log_level.upper())
+    store = StoreSettings()
+    database = Database(store.url())
+    database.migrate()
+
+    # Imported late: a wrong setting is reported before seconds of importing torch.
+    from trainer.worker import Worker
+
+    worker = Worker(
+        database,
+        store.artifacts(),
+        settings,
+        only=arguments.policy,
+        until_version=arguments.until_version,
+    )
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        worker.stop()
+        # Whoever asks twice does not want to wait for the pass that is running.
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    try:
+        return 0 if worker.run(once=arguments.once) else 1
+    finally:
+        database.dispose()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description="Train policies on the completions that were logged."
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="make one pass over what is ready and end; exit code 1 if a step failed",
+    )
+    parser.add_argument("--policy", metavar="NAME", help="train this policy only")
+    parser.add_argument(
+        "--until-version", type=int, metavar="N", help="end when the policies have reached this"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""Loading a base model, with the words that help when it cannot be loaded."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from gateway.store.policy_settings import Lora
+from trainer.settings import TrainerSettings
+
+
+class ModelError(Exception):
+    """A base model or an adapter cannot be used; the message says what to do."""
+
+
+def device_of(settings: TrainerSettings) -> str:
+    """`cpu` or `cuda`, as the settings say and the machine allows.
+
+    Raises:
+        ModelError: CUDA was asked for and torch finds none.
+    """
+    available = torch.cuda.is_available()
+    if settings.device == "cuda" and not available:
+        raise ModelError(
+            "STROP_TRAINER_DEVICE is cuda, but torch finds no GPU; "
+            "install a build of torch for this GPU, or set it to auto."
+        )
+    return "cuda" if available and settings.device != "cpu" else "cpu"
+
+
+def load_base_model(name: str, settings: TrainerSettings) -> nn.Module:
+    """The bare base model on its device, in evaluation mode.
+
+    Args:
+        name: a folder, or a name on the model hub.
+        settings: `device` and `dtype` are used.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    folder = Path(name).expanduser()
+    local = folder.exists() or folder.is_absolute() or name.startswith((".", "~"))
+    if local and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"the base model {name} is not a model folder (it has no config.json); set the "
+            "policy's base_model to a folder that this machine can read, or to a name on the hub."
+        )
+    device = device_of(settings)
+    dtype = settings.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder) if local else name, dtype=getattr(torch, dtype)
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"the base model {name} cannot be loaded: {reason} Download it to this machine first, "
+            "or set the policy's base_model to a folder."
+        ) from error
+    config = model.config.get_text_config()
+    if getattr(config, "attention_dropout", 0):
+        # Packing gives the padded results only if nothing is random.
+        config.attention_dropout = 0.0
+    return cast(nn.Module, model.to(device).eval())
+
+
+def lora_config(lora: Lora, base_model: str) -> Any:
+    """The PEFT configuration of a policy: what vLLM can serve, and no randomness."""
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=sorted(lora.target_modules),
+        bias="none",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_model,
+    )
+
+
+def check_targets(model: nn.Module, lora: Lora) -> None:
+    """Refuse target modules that the model lacks, or that vLLM cannot serve.
+
+    Raises:
+        ModelError: names them, and what the model has instead.
+    """
+    linear = {
+        name.rsplit(".", 1)[-1]
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear)
+    } - {"lm_head"}
+    missing = sorted(set(lora.target_modules) - linear)
+    if missing:
+        raise ModelError(
+            f"lora.target_modules names {', '.join(missing)}, which the base model lacks or cannot "
+            f"have adapted; its linear layers are {', '.join(sorted(linear))}."
+        )
