@@ -1,9 +1,9 @@
 """`make demo`: an e-mail search agent gets better at its job while it is being used.
 
-Starts strop (a real vLLM, the gateway, the trainer), asks the agent held-out questions, lets it work
-on training questions and posts what each answer was worth, until the trainer has published a number
-of new versions, and asks held-out questions again. Nothing here trains: the agent talks to an
-OpenAI API, and rewards are POSTed against the ids of its completions.
+Starts strop (a real vLLM, the gateway, the trainer), asks the agent held-out questions, lets it
+work on training questions and posts what each answer was worth, until the trainer has published a
+number of new versions, and asks held-out questions again. Nothing here trains: the agent talks to
+an OpenAI API, and rewards are POSTed against the ids of its completions.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from examples.email_search.mailbox import Mailbox, Question, make_mailbox
 
 POLICY = "email-agent"
 CONCURRENCY = 16
+MADE_HERE = ".made-by-demo"
 SETTINGS = """\
 publish_poll = 0.2
 keep_loaded = 1
@@ -154,6 +155,15 @@ class Demo:
         )
 
 
+def make_anew(folder: Path) -> None:
+    """An empty folder; one that this demo did not make is not touched."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MADE_HERE).exists():
+        raise SystemExit(f"{folder} holds something that the demo did not make; name another")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MADE_HERE).touch()
+
+
 def free_port() -> int:
     """A TCP port that nothing listens on."""
     with socket.socket() as probe:
@@ -170,8 +180,8 @@ class Strop:
         self.url = f"http://127.0.0.1:{port}"
         env = {
             **os.environ,
-            "STROP_CONFIG": str(config),
-            "STROP_DATA_DIR": str(folder),
+            "STROP_CONFIG": str(config.absolute()),
+            "STROP_DATA_DIR": str(folder.absolute()),
             "STROP_PORT": str(port),
             "STROP_VLLM__PORT": str(free_port()),
         }
@@ -207,9 +217,7 @@ class Strop:
 
 async def run(options: argparse.Namespace) -> dict[str, Any]:
     """The whole demo; returns what goes into result.json."""
-    folder = Path(os.environ.get("STROP_DATA_DIR", ".strop/demo")).absolute()
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder: Path = options.folder
     began = time.monotonic()
     console.print(f"Starting vLLM, the gateway and the trainer (seed {options.seed}) …")
     settings = SETTINGS.format(policy=POLICY, **vars(options))
@@ -277,11 +285,12 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=6, help="rollouts per question")
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--evaluate", type=int, default=160, help="held-out rollouts, twice")
+    parser.add_argument("--folder", type=Path, default=Path(".strop/demo"), help="made anew")
     options = parser.parse_args()
+    make_anew(options.folder)
     result = asyncio.run(run(options))
-    folder = Path(os.environ.get("STROP_DATA_DIR", ".strop/demo"))
-    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    report.show(result, folder, console)
+    (options.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    report.show(result, options.folder, console)
 
 
 if __name__ == "__main__":
