@@ -74,9 +74,18 @@ class ChatCompletions:
             raw = await read_body(receive, gateway.settings.max_body_bytes)
         except ClientGone:
             return
-        exchange = await _prepare(gateway, scope, parse_body(raw))
-        answer = _stream if exchange.captured.stream else _json
-        await unless_hung_up(receive, answer(gateway, exchange, send))
+        await answer(gateway, scope, receive, send, parse_body(raw))
+
+
+async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, body: Json) -> None:
+    """Answer a chat request whose body has been read; other surfaces translate to this one.
+
+    Raises:
+        ApiError: nothing was sent yet.
+    """
+    exchange = await _prepare(gateway, scope, body)
+    way = _stream if exchange.captured.stream else _json
+    await unless_hung_up(receive, way(gateway, exchange, send))
 
 
 async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:

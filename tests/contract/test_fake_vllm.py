@@ -121,7 +121,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "fake_vllm.py"
 
 async def test_runs_as_a_script_and_is_told_over_http() -> None:
     command = [sys.executable, str(SCRIPT), "--model", "tiny"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]

@@ -6,7 +6,7 @@ from tests.gateway.test_publisher import write_version
 ASK = [{"role": "user", "content": "<script>alert(1)</script>"}]
 
 
-async def page(strop: Running) :
+async def page(strop: Running):
     async with strop.http.get(strop.url + "/") as response:
         assert response.status == 200
         return await response.text(), response.headers

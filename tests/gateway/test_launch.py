@@ -50,7 +50,7 @@ def options(folder: Path, **fields: Any) -> VllmOptions:
 
 @pytest.mark.usefixtures("build")
 def test_cpu_command(model: Path, tmp_path: Path) -> None:
-    made = prepare(options(model), tmp_path, ranks=[1, 16], adapters=6)
+    made = prepare(options(model), tmp_path, ranks=[1, 16], adapters=9)
     assert made.command[:5] == [
         sys.executable,
         "-m",
@@ -73,8 +73,8 @@ def test_cpu_command(model: Path, tmp_path: Path) -> None:
         "dtype": "float32",
         "max-model-len": "256",
         "max-num-seqs": "16",
-        "max-loras": "4",
-        "max-cpu-loras": "6",
+        "max-loras": "8",
+        "max-cpu-loras": "9",
         # 2 layers × keys and values × 1 head × 4 wide × 4 bytes, for 4 × 256 tokens
         "kv-cache-memory-bytes": str(2 * 2 * 1 * 4 * 4 * 4 * 256),
         "distributed-executor-backend": "uni",
@@ -144,7 +144,7 @@ def test_metadata_makes_the_version_known(model: Path, tmp_path: Path) -> None:
         ({"max_lora_rank": 8}, [8, 16], "a policy has LoRA rank 16, and `vllm.max_lora_rank` is 8"),
         ({}, [1024], "vLLM serves at most 512"),
         ({"max_model_len": 512}, [], "is 512, and the model has 256 positions"),
-        ({"max_cpu_loras": 2}, [], "`vllm.max_cpu_loras` is 2, and 4 adapters may be"),
+        ({"max_cpu_loras": 2}, [], "`vllm.max_cpu_loras` is 2, and 8 adapters may be"),
         ({"device": "gpu"}, [], "the installed vLLM is the CPU build"),
     ],
 )
