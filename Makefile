@@ -7,7 +7,8 @@ READY := $(VENV)/.ready
 SEED ?= 0
 # Where the plain index has no CPU build of torch, PyTorch's own has.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
+# Twice quiet: a warning for each place that lacks a package is no news.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps
 
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1

@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -26,7 +25,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from examples.email_search import report
 from examples.email_search.agent import run_episode, score
@@ -54,6 +53,9 @@ settle_seconds = 0.0
 learning_rate = {learning_rate}
 """
 console = Console(highlight=False)
+
+Rewards = dict[str, list[float]]
+"""Rewards of the rollouts of each question, by the question's id."""
 
 
 @dataclass
@@ -94,18 +96,19 @@ class Demo:
         self.answered += len(episode.completion_ids)
         return Rollout(reward, episode.versions[0])
 
-    async def evaluate(self, count: int, name: str, progress: Progress) -> list[float]:
-        """Rewards of `count` rollouts on held-out questions, sampled as served."""
+    async def evaluate(self, count: int, name: str, progress: Progress) -> Rewards:
+        """`count` rollouts on held-out questions, sampled as served; rewards by question."""
         gate = asyncio.Semaphore(CONCURRENCY)
         questions = self.mailbox.held_out
-        task = progress.add_task(f"held-out questions, {name}", total=count, note="")
-        rewards: list[float] = []
+        task = progress.add_task(f"held out, {name}", total=count, note="")
+        rewards: Rewards = {}
 
         async def one(index: int) -> None:
             question = questions[index % len(questions)]
             rollout = await self.rollout(question, "eval", f"eval-{name}-{question.id}", gate)
-            rewards.append(rollout.reward)
-            progress.update(task, advance=1, note=f"reward {fmean(rewards):.2f}")
+            rewards.setdefault(question.id, []).append(rollout.reward)
+            mean = fmean(reward for of_one in rewards.values() for reward in of_one)
+            progress.update(task, advance=1, note=f"reward {mean:.2f}")
 
         await asyncio.gather(*(one(index) for index in range(count)))
         return rewards
@@ -115,7 +118,7 @@ class Demo:
         gate = asyncio.Semaphore(CONCURRENCY)
         rng = random.Random(self.seed)
         pool: list[Question] = []
-        task = progress.add_task("training questions", total=steps * questions * rollouts, note="")
+        task = progress.add_task("training", total=steps * questions * rollouts, note="")
         for step in range(1, steps + 1):
             if len(pool) < questions:
                 pool = rng.sample(self.mailbox.train, len(self.mailbox.train))
@@ -126,7 +129,7 @@ class Demo:
                 group = f"step-{step:02d}-{question.id}"
                 done.append(await self.rollout(question, "train", group, gate))
                 mean = fmean(rollout.reward for rollout in done)
-                note = f"reward {mean:.2f} · step {step} of {steps} · version {step - 1}"
+                note = f"reward {mean:.2f} · step {step} of {steps} · @{step - 1} answers"
                 progress.update(task, advance=1, note=note)
 
             await asyncio.gather(
@@ -135,7 +138,9 @@ class Demo:
             for rollout in done:
                 self.rewards_by_version.setdefault(rollout.version, []).append(rollout.reward)
             mean = fmean(rollout.reward for rollout in done)
-            progress.update(task, note=f"reward {mean:.2f} · training version {step}")
+            progress.update(
+                task, note=f"reward {mean:.2f} · step {step} of {steps} · training @{step}"
+            )
             await self.version(step)
 
     async def version(self, number: int) -> None:
@@ -253,24 +258,28 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def summary(name: str, rewards: Sequence[float]) -> dict[str, Any]:
-    """Mean reward and its 95% interval (normal approximation)."""
-    mean = fmean(rewards)
-    half = 1.96 * stdev(rewards) / len(rewards) ** 0.5
+def summary(name: str, rewards: Rewards) -> dict[str, Any]:
+    """Mean reward over the questions and its 95% interval.
+
+    Normal approximation, over the means of the questions: rollouts of one question are not
+    independent of each other.
+    """
+    means = [fmean(of_one) for of_one in rewards.values()]
+    half = 1.96 * stdev(means) / len(means) ** 0.5
+    mean = fmean(means)
     return {
         f"{name}_reward": mean,
         f"{name}_interval": [mean - half, mean + half],
-        f"{name}_rollouts": len(rewards),
+        f"{name}_rollouts": sum(len(of_one) for of_one in rewards.values()),
     }
 
 
 def progress_bar() -> Progress:
     """The live display."""
     return Progress(
-        TextColumn("{task.description:32}"),
-        BarColumn(),
-        TextColumn("{task.completed:>4.0f}/{task.total:.0f} rollouts"),
-        TimeElapsedColumn(),
+        TextColumn("{task.description:<15}"),
+        BarColumn(12),
+        TextColumn("{task.completed:>3.0f}/{task.total:.0f}"),
         TextColumn("{task.fields[note]}"),
         console=console,
     )

@@ -51,7 +51,8 @@ def show(result: Mapping[str, Any], folder: Path, console: Console) -> None:
         f"{ratio}, after {result['steps']} steps and {result['seconds']:.0f} s; "
         f"{result['completions_logged']} of {result['completions_answered']} answered completions "
         f"logged; served and trained logprobs differ by at most "
-        f"{result['served_trained_difference']:.1e} nats"
+        f"{result['served_trained_difference']:.1e} nats",
+        soft_wrap=True,
     )
     console.print()
     console.print("Mean reward on training questions, by the version that answered")
@@ -60,9 +61,12 @@ def show(result: Mapping[str, Any], folder: Path, console: Console) -> None:
         bar = "█" * round(40 * reward / top)
         console.print(f"  @{version:<3} {bar:<40} {reward:.2f}")
     console.print()
-    console.print("Look further:")
     config = folder / "strop.toml"
-    console.print(f"  cat {folder / 'result.json'}")
-    console.print(f"  STROP_CONFIG={config} STROP_DATA_DIR={folder} .venv/bin/strop up")
-    console.print("  .venv/bin/strop policy show email-agent   (while that runs)")
-    console.print("  curl -s localhost:8000/v1/groups           (while that runs)")
+    further = (
+        f"cat {folder / 'result.json'}",
+        f"STROP_CONFIG={config} STROP_DATA_DIR={folder} .venv/bin/strop up",
+        "and while that runs: .venv/bin/strop policy show email-agent, or http://localhost:8000/",
+    )
+    console.print("Look further:")
+    for line in further:
+        console.print(f"  {line}", soft_wrap=True)
