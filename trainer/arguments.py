@@ -5,9 +5,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from trl import GRPOConfig
-
 from gateway.store.policy_settings import PolicySettings
+from trainer.without_vllm import GRPOConfig
 
 
 class TrainingSettingsError(ValueError):
@@ -38,7 +37,6 @@ TUNABLE = frozenset(
         "adam_beta2",
         "adam_epsilon",
         "beta",
-        "cast_lm_head_to_fp32",
         "delta",
         "entropy_coef",
         "epsilon",

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from gateway.store.claims import TrainablePolicy
 from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.records import Json
-from gateway.store.training import TrainablePolicy
 from trainer import checkpoints, probe
 from trainer.arguments import grpo_config
 from trainer.grpo import StepTrainer, all_finite

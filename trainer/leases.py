@@ -5,8 +5,8 @@ import threading
 from collections.abc import Sequence
 from types import TracebackType
 
-from gateway.store import Database, training
-from gateway.store.training import ClaimedGroup
+from gateway.store import Database, claims
+from gateway.store.claims import ClaimedGroup
 
 log = logging.getLogger("strop.trainer")
 
@@ -44,6 +44,6 @@ class LeaseKeeper:
         # Two renewals may fail before a lease is lost.
         while not self._done.wait(self._seconds / 3):
             try:
-                training.renew_leases(self._database, self._groups, self._worker, self._seconds)
+                claims.renew_leases(self._database, self._groups, self._worker, self._seconds)
             except Exception as error:
                 log.warning("leases were not renewed (%s); trying again", error)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 
+from gateway.store.claims import ClaimedGroup, TrainablePolicy
 from gateway.store.policy_settings import PolicySettings
 from gateway.store.records import StoredTrajectory
-from gateway.store.training import ClaimedGroup, Outcome, TrainablePolicy, Use
+from gateway.store.training import Outcome, Use
 from trainer import scores
 from trainer.grpo import advantages, equal_scores
 from trainer.samples import ChoiceKey, CutTrajectory, Sample, cut, samples_of

@@ -27,10 +27,11 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from gateway.store import Database, training
+from gateway.store import Database, claims, training
+from gateway.store.claims import ClaimedGroup, TrainablePolicy
 from gateway.store.ids import new_id
 from gateway.store.policy_settings import PolicySettings
-from gateway.store.training import ClaimedGroup, Superseded, TrainablePolicy
+from gateway.store.training import Superseded
 from trainer import checkpoints
 from trainer.arguments import scale_rewards
 from trainer.grpo import Stopped
@@ -108,7 +109,7 @@ class Worker:
         return True
 
     def _policies(self) -> list[TrainablePolicy]:
-        found = training.trainable_policies(self._database)
+        found = claims.trainable_policies(self._database)
         return [policy for policy in found if self._only in (None, policy.name)]
 
     def _finished(self) -> bool:
@@ -130,7 +131,7 @@ class Worker:
             log.error("%s: its settings are wrong: %s", policy.name, _sentence(error))
             self._back_off(policy)
             return Visit.FAILED
-        groups = training.claim_groups(
+        groups = claims.claim_groups(
             self._database,
             policy,
             self.name,
@@ -149,7 +150,7 @@ class Worker:
                 # Steps handle their own failures: this is the database, or the planning.
                 log.exception("%s: %s", policy.name, _sentence(error))
                 self._back_off(policy)
-                training.release_groups(self._database, groups, self.name)
+                claims.release_groups(self._database, groups, self.name)
                 return Visit.FAILED
 
     def _use(
@@ -162,7 +163,7 @@ class Worker:
             hopeless = [g for g in plan.groups if g.claimed.final]
             self._skip(policy, hopeless)
             rest = [g.claimed for g in plan.groups if not g.claimed.final]
-            training.release_groups(self._database, rest, self.name)
+            claims.release_groups(self._database, rest, self.name)
             return Visit.SKIPPED if hopeless else Visit.NOTHING
         if not plan.teaching:
             self._skip(policy, plan.groups)

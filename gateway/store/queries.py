@@ -25,7 +25,8 @@ class GroupSummary:
     policy: str
     task: str | None
     state: str
-    """`open`, `claimed` (a trainer has it), or `trained` (nothing in it waits any more)."""
+    """`open`, `claimed` (a trainer has it), `trained` (nothing in it waits any more), or
+    `held_out` (all of it is `split=eval`, which is never trained on)."""
     trajectories: int
     rewarded: int
     used: int
@@ -232,6 +233,7 @@ def groups(
             Trajectory.state,
             Trajectory.rewarded,
             Trajectory.reason,
+            Trajectory.split,
             func.count(),
         )
         .where(Trajectory.project == project, Trajectory.group_id.in_([r["id"] for r in rows]))
@@ -241,6 +243,7 @@ def groups(
             Trajectory.state,
             Trajectory.rewarded,
             Trajectory.reason,
+            Trajectory.split,
         )
     )
     for name, group_id, *rest in connection.execute(members):
@@ -250,10 +253,10 @@ def groups(
 
 def _summary(row: RowMapping, counts: list[Any], now: float) -> GroupSummary:
     total = sum(count for *_, count in counts)
-    used = sum(count for state, _, _, count in counts if state == "used")
-    skipped = sum(count for state, _, _, count in counts if state == "skipped")
+    used = sum(count for state, *_, count in counts if state == "used")
+    skipped = sum(count for state, *_, count in counts if state == "skipped")
     reasons: dict[str, int] = {}
-    for _, _, reason, count in counts:
+    for _, _, reason, _, count in counts:
         if reason is not None:
             reasons[reason] = reasons.get(reason, 0) + count
     state = "open"
@@ -261,13 +264,15 @@ def _summary(row: RowMapping, counts: list[Any], now: float) -> GroupSummary:
         state = "claimed"
     elif total and used + skipped == total:
         state = "trained"
+    elif total and all(split == "eval" for *_, split, _ in counts):
+        state = "held_out"
     return GroupSummary(
         id=row["id"],
         policy=row["policy"],
         task=row["task"],
         state=state,
         trajectories=total,
-        rewarded=sum(count for _, rewarded, _, count in counts if rewarded),
+        rewarded=sum(count for _, rewarded, *_, count in counts if rewarded),
         used=used,
         skipped=skipped,
         reasons=reasons,

@@ -1,4 +1,4 @@
-"""What the trainer asks of the database: groups under a lease, steps, and new versions.
+"""What the trainer writes to the database: steps, what they used, and new versions.
 
 Every function runs in a transaction of its own. All of them may be called again after a crash.
 """
@@ -7,55 +7,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from sqlalchemy import Connection, case, func, insert, or_, select, update
+from sqlalchemy import Connection, func, insert, select, update
 
-from gateway.store import queries
+from gateway.store.claims import ClaimedGroup, TrainablePolicy, held_by, release
 from gateway.store.database import Database
-from gateway.store.models import (
-    CompletionUse,
-    Event,
-    Group,
-    Policy,
-    Step,
-    Trajectory,
-    Version,
-)
-from gateway.store.records import Json, StoredTrajectory
+from gateway.store.models import CompletionUse, Event, Group, Policy, Step, Trajectory, Version
+from gateway.store.records import Json
 
 
 class Superseded(Exception):
     """A rollback or another trainer moved the policy on while the step ran."""
-
-
-@dataclass(slots=True)
-class TrainablePolicy:
-    """A policy as the trainer sees it."""
-
-    project: str
-    name: str
-    base_model: str
-    head: int
-    """The version that training goes on from."""
-    head_path: str | None
-    lora: Json
-    settings: Json
-
-
-@dataclass(slots=True)
-class ClaimedGroup:
-    """A group that one trainer holds for as long as its lease lasts.
-
-    `trajectories` are those that wait for training, with and without rewards.
-    """
-
-    project: str
-    policy: str
-    id: str
-    final: bool
-    """Closed, or past its deadline: members that still have no reward are left out for good."""
-    trajectories: list[StoredTrajectory]
 
 
 @dataclass(slots=True)
@@ -80,181 +42,6 @@ class Outcome:
     reason: str | None
 
 
-def trainable_policies(database: Database) -> list[TrainablePolicy]:
-    """All policies of all projects that are not paused."""
-    query = (
-        select(Policy, Version.adapter_path)
-        .outerjoin(
-            Version,
-            (Version.project == Policy.project)
-            & (Version.policy == Policy.name)
-            & (Version.number == Policy.head),
-        )
-        .where(Policy.state == "active")
-        .order_by(Policy.project, Policy.name)
-        .with_only_columns(*Policy.__table__.columns, Version.adapter_path)
-    )
-    with database.read() as connection:
-        return [
-            TrainablePolicy(
-                project=row["project"],
-                name=row["name"],
-                base_model=row["base_model"],
-                head=row["head"],
-                head_path=row["adapter_path"],
-                lora=row["lora"],
-                settings=row["settings"],
-            )
-            for row in connection.execute(query).mappings()
-        ]
-
-
-def claim_groups(
-    database: Database,
-    policy: TrainablePolicy,
-    worker: str,
-    *,
-    limit: int,
-    group_size: int,
-    settle_seconds: float,
-    deadline_seconds: float,
-    lease_seconds: float,
-) -> list[ClaimedGroup]:
-    """Take up to `limit` ready groups for `worker`, the longest waiting first.
-
-    A group is ready when `group_size` of its waiting trajectories have a reward, when it was
-    closed, or when the first of them has waited `deadline_seconds`; and when nothing was added to
-    it for `settle_seconds`, so that no episode is taken in its middle. Held groups come back to
-    everybody when their lease runs out.
-    """
-    now = time.time()
-    waiting = func.count()
-    rewarded = func.sum(case((Trajectory.rewarded, 1), else_=0))
-    ready = (
-        select(Group.id)
-        .join(
-            Trajectory,
-            (Trajectory.project == Group.project)
-            & (Trajectory.policy == Group.policy)
-            & (Trajectory.group_id == Group.id),
-        )
-        .where(
-            Group.project == policy.project,
-            Group.policy == policy.name,
-            or_(Group.lease_owner.is_(None), Group.lease_expires < now),
-            Trajectory.state == "open",
-            Trajectory.split == "train",
-        )
-        .group_by(Group.id, Group.closed_at)
-        .having(
-            func.max(Trajectory.updated_at) <= now - settle_seconds,
-            or_(
-                rewarded >= group_size,
-                Group.closed_at.is_not(None),
-                (func.min(Trajectory.created_at) <= now - deadline_seconds) & (rewarded > 0),
-            ),
-            waiting > 0,
-        )
-        .order_by(func.min(Trajectory.created_at))
-        .limit(limit)
-    )
-    with database.write() as connection:
-        ids = list(connection.execute(ready).scalars())
-        taken = [id for id in ids if _lease(connection, policy, id, worker, now, lease_seconds)]
-    return [_claimed(database, policy, id, now - deadline_seconds) for id in taken]
-
-
-def _lease(
-    connection: Connection,
-    policy: TrainablePolicy,
-    group_id: str,
-    worker: str,
-    now: float,
-    seconds: float,
-) -> bool:
-    # Conditional once more: on PostgreSQL another worker may have been faster.
-    result = connection.execute(
-        update(Group)
-        .where(
-            Group.project == policy.project,
-            Group.policy == policy.name,
-            Group.id == group_id,
-            or_(Group.lease_owner.is_(None), Group.lease_expires < now),
-        )
-        .values(lease_owner=worker, lease_expires=now + seconds)
-    )
-    return result.rowcount == 1
-
-
-def _claimed(
-    database: Database, policy: TrainablePolicy, group_id: str, expired_before: float
-) -> ClaimedGroup:
-    with database.read() as connection:
-        closed_at = connection.execute(
-            select(Group.closed_at).where(
-                Group.project == policy.project,
-                Group.policy == policy.name,
-                Group.id == group_id,
-            )
-        ).scalar_one()
-        ids = list(
-            connection.execute(
-                select(Trajectory.id).where(
-                    Trajectory.project == policy.project,
-                    Trajectory.policy == policy.name,
-                    Trajectory.group_id == group_id,
-                    Trajectory.state == "open",
-                    Trajectory.split == "train",
-                )
-            ).scalars()
-        )
-        found = queries.trajectories(connection, policy.project, ids)
-        return ClaimedGroup(
-            project=policy.project,
-            policy=policy.name,
-            id=group_id,
-            final=closed_at is not None or any(t.created_at <= expired_before for t in found),
-            trajectories=found,
-        )
-
-
-def renew_leases(
-    database: Database, groups: Sequence[ClaimedGroup], worker: str, lease_seconds: float
-) -> int:
-    """Hold claimed groups for longer; returns how many of them `worker` still held."""
-    with database.write() as connection:
-        return sum(
-            connection.execute(
-                update(Group)
-                .where(*_held(group, worker))
-                .values(lease_expires=time.time() + lease_seconds)
-            ).rowcount
-            for group in groups
-        )
-
-
-def release_groups(database: Database, groups: Sequence[ClaimedGroup], worker: str) -> None:
-    """Give claimed groups back untouched."""
-    with database.write() as connection:
-        _release(connection, groups, worker)
-
-
-def _held(group: ClaimedGroup, worker: str) -> tuple[Any, ...]:
-    return (
-        Group.project == group.project,
-        Group.policy == group.policy,
-        Group.id == group.id,
-        Group.lease_owner == worker,
-    )
-
-
-def _release(connection: Connection, groups: Sequence[ClaimedGroup], worker: str) -> None:
-    for group in groups:
-        connection.execute(
-            update(Group).where(*_held(group, worker)).values(lease_owner=None, lease_expires=None)
-        )
-
-
 def skip_groups(
     database: Database,
     groups: Sequence[ClaimedGroup],
@@ -265,12 +52,16 @@ def skip_groups(
     """Record that claimed groups had nothing to teach, each trajectory with its reason."""
     with database.write() as connection:
         _settle(connection, groups[0].project, None, outcomes, uses)
-        _release(connection, groups, worker)
+        release(connection, groups, worker)
 
 
 def begin_step(database: Database, policy: TrainablePolicy, worker: str, config: Json) -> int:
-    """Record that a step began; returns its id."""
+    """Record that a step began; returns its id.
+
+    Steps of the policy that a killed trainer left running are recorded as failed.
+    """
     with database.write() as connection:
+        _fail_abandoned(connection, policy)
         return int(
             connection.execute(
                 insert(Step)
@@ -290,6 +81,27 @@ def begin_step(database: Database, policy: TrainablePolicy, worker: str, config:
                 .returning(Step.id)
             ).scalar_one()
         )
+
+
+def _fail_abandoned(connection: Connection, policy: TrainablePolicy) -> None:
+    # A trainer that still works on a step holds its groups.
+    now = time.time()
+    alive = select(Group.lease_owner).where(
+        Group.project == policy.project,
+        Group.policy == policy.name,
+        Group.lease_owner.is_not(None),
+        Group.lease_expires > now,
+    )
+    connection.execute(
+        update(Step)
+        .where(
+            Step.project == policy.project,
+            Step.policy == policy.name,
+            Step.state == "running",
+            Step.worker.not_in(alive),
+        )
+        .values(state="failed", error="the trainer died while the step ran", finished_at=now)
+    )
 
 
 def next_version(database: Database, policy: TrainablePolicy) -> int:
@@ -348,7 +160,7 @@ def finish_step(
                 .values(state="done", version=number, metrics=metrics, finished_at=now)
             )
             _settle(connection, policy.project, step_id, outcomes, uses)
-            _release(connection, groups, worker)
+            release(connection, groups, worker)
     except Superseded as lost:
         fail_step(database, policy, step_id, worker, groups, str(lost), "superseded")
         raise
@@ -373,7 +185,7 @@ def _hold_all(
     if not moved:
         raise Superseded(f"{policy.name} was moved away from @{policy.head} while the step ran")
     for group in groups:
-        held = select(Group.id).where(*_held(group, worker)).with_for_update()
+        held = select(Group.id).where(*held_by(group, worker)).with_for_update()
         if connection.execute(held).first() is None:
             raise Superseded(f"the lease on group {group.id} ran out while the step ran")
 
@@ -391,7 +203,11 @@ def fail_step(
     with database.write() as connection:
         now = time.time()
         connection.execute(
-            update(Step).where(Step.id == step_id).values(state=state, error=error, finished_at=now)
+            update(Step)
+            # Only one that is not over: a connection that broke after its commit looks like a
+            # failure, and is none.
+            .where(Step.id == step_id, Step.state == "running")
+            .values(state=state, error=error, finished_at=now)
         )
         connection.execute(
             insert(Event).values(
@@ -403,7 +219,7 @@ def fail_step(
                 at=now,
             )
         )
-        _release(connection, groups, worker)
+        release(connection, groups, worker)
 
 
 def _settle(

@@ -14,7 +14,7 @@ from sqlalchemy import insert, update
 from gateway import adapters, app
 from gateway.api.policies import OtherBaseModel
 from gateway.settings import Settings
-from gateway.store import policies, queries, training
+from gateway.store import claims, policies, queries, training
 from gateway.store.models import Policy, Version
 from gateway.store.policy_settings import Lora
 from tests.fake_vllm import FakeVllm
@@ -231,7 +231,7 @@ async def test_a_rollback_is_served_at_once(strop: Running):
     status, body = await strop.post("/v1/policies/agent/rollback", {"version": 0})
     assert (status, body["alias"], body["head"]) == (200, 0, 0)
     assert await served(strop) == "agent@0"
-    (trained,) = training.trainable_policies(strop.gateway.database)
+    (trained,) = claims.trainable_policies(strop.gateway.database)
     assert trained.head == 0
     assert training.next_version(strop.gateway.database, trained) == 2
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from gateway.store import Database, policies, queries, rewards, training
+from gateway.store import Database, claims, policies, queries, rewards, training
 from gateway.store.models import CompletionUse, Step, Trajectory
 from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.writer import Writer
@@ -14,7 +14,7 @@ from tests.store.conftest import Captured
 
 
 @pytest.fixture
-def policy(database: Database) -> training.TrainablePolicy:
+def policy(database: Database) -> claims.TrainablePolicy:
     with database.write() as connection:
         policies.create(
             connection,
@@ -26,7 +26,7 @@ def policy(database: Database) -> training.TrainablePolicy:
             settings=PolicySettings(),
             adapter_path="/zero",
         )
-    (found,) = training.trainable_policies(database)
+    (found,) = claims.trainable_policies(database)
     return found
 
 
@@ -52,7 +52,7 @@ def claim(database: Database, policy, worker="w1", **options):
         "deadline_seconds": 1e12,
         "lease_seconds": 60.0,
     }
-    return training.claim_groups(database, policy, worker, **{**defaults, **options})
+    return claims.claim_groups(database, policy, worker, **{**defaults, **options})
 
 
 async def test_a_group_is_ready_when_enough_of_it_is_rewarded(
@@ -102,11 +102,11 @@ async def test_a_group_belongs_to_one_worker_until_its_lease_runs_out(
     await fill(writer, captured, "g", 3, 3)
     held = claim(database, policy, lease_seconds=0.2)
     assert claim(database, policy, "w2") == []
-    assert training.renew_leases(database, held, "w1", 0.2) == 1
+    assert claims.renew_leases(database, held, "w1", 0.2) == 1
     time.sleep(0.25)
     (taken,) = claim(database, policy, "w2")
-    assert training.renew_leases(database, held, "w1", 60.0) == 0
-    training.release_groups(database, [taken], "w2")
+    assert claims.renew_leases(database, held, "w1", 60.0) == 0
+    claims.release_groups(database, [taken], "w2")
     assert len(claim(database, policy, "w3")) == 1
 
 
@@ -175,7 +175,7 @@ async def test_a_step_that_a_rollback_overtook_is_superseded(
     await fill(writer, captured, "g", 3, 3)
     groups = claim(database, policy)
     finish(database, policy, training.begin_step(database, policy, "w1", {}), groups)
-    (moved,) = training.trainable_policies(database)
+    (moved,) = claims.trainable_policies(database)
     await fill(writer, captured, "h", 3, 3)
     groups = claim(database, moved)
     step_id = training.begin_step(database, moved, "w1", {})
@@ -184,7 +184,7 @@ async def test_a_step_that_a_rollback_overtook_is_superseded(
     with pytest.raises(training.Superseded):
         finish(database, moved, step_id, groups, number=2)
     # Its groups wait again, for the policy as it is now.
-    (again,) = training.trainable_policies(database)
+    (again,) = claims.trainable_policies(database)
     assert again.head == 0
     assert [group.id for group in claim(database, again, "w2")] == ["h"]
 
@@ -205,3 +205,21 @@ async def test_a_reward_that_comes_after_all_wakes_what_was_left_out(
     await writer.run(lambda c: rewards.post(c, "default", [new]))
     (group,) = claim(database, policy, group_size=1)
     assert [t.completions[0].id for t in group.trajectories] == [ids[2]]
+
+
+async def test_a_step_that_a_killed_trainer_left_is_failed_by_the_next(
+    database: Database, writer: Writer, captured: Captured, policy
+):
+    await fill(writer, captured, "g", 3, 3)
+    claim(database, policy, lease_seconds=0.05)
+    left = training.begin_step(database, policy, "w1", {})
+    time.sleep(0.1)
+    groups = claim(database, policy, "w2")
+    step_id = training.begin_step(database, policy, "w2", {})
+    with database.read() as connection:
+        states = dict(connection.execute(select(Step.id, Step.state)).all())
+    assert states == {left: "failed", step_id: "running"}
+    finish(database, policy, step_id, groups, "w2")
+    training.fail_step(database, policy, step_id, "w2", groups, "the connection broke")
+    with database.read() as connection:
+        assert connection.execute(select(Step.state).where(Step.id == step_id)).scalar() == "done"

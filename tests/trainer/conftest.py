@@ -1,10 +1,11 @@
 """Fixtures of the trainer's tests."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,17 @@ import torch
 from tests.trainer import tiny
 from trainer.settings import TrainerSettings
 
-# Work this small only gets slower when it is divided.
-torch.set_num_threads(1)
+
+@pytest.fixture(scope="session", autouse=True)
+def quick() -> Iterator[None]:
+    """Spares small models what large ones need."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # The training loop collects garbage at every step, and would look through all imports.
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
+from gateway.store.claims import TrainablePolicy
 from gateway.store.policy_settings import Lora
-from gateway.store.training import TrainablePolicy
 from tests.trainer import tiny
 from trainer import checkpoints
 from trainer.checkpoints import StepRecord, policy_folder, version_folder

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trl import GRPOTrainer
 
 from gateway.store.policy_settings import Lora, PolicySettings
 from tests.trainer import tiny
@@ -14,6 +13,7 @@ from trainer.grpo import StepTrainer, _no_reward, _no_tokens, _nothing, advantag
 from trainer.logprobs import choose_way
 from trainer.model import lora_config
 from trainer.packing import pack
+from trainer.without_vllm import GRPOTrainer
 
 
 def step_trainer(folder: Path, **training):

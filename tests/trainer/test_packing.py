@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from peft import get_peft_model
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from gateway.store.policy_settings import Lora
 from tests.trainer import tiny
@@ -151,6 +152,14 @@ def test_the_attention_passes_a_numerical_gradient_check():
         return trie_attention._TrieAttention.apply(query, key, value, trie.segments, 0.5, 3)
 
     assert torch.autograd.gradcheck(attention, inputs, eps=1e-3, atol=1e-3, rtol=1e-2)
+
+
+def test_a_model_with_softcapped_attention_is_taken_one_by_one():
+    torch.manual_seed(0)
+    size = {"hidden_size": 32, "intermediate_size": 32, "head_dim": 8, "vocab_size": tiny.VOCAB}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma2Config(**size, **heads, initializer_range=0.25, pad_token_id=0)
+    assert choose_way(Gemma2ForCausalLM(config).eval()) is Way.ONE_BY_ONE
 
 
 def test_a_model_that_packing_would_get_wrong_is_taken_one_by_one(monkeypatch):

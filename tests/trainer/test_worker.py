@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gateway.store import training
-from gateway.store.training import ClaimedGroup
+from gateway.store import claims
+from gateway.store.claims import ClaimedGroup
 from tests.trainer import tiny
 from trainer import checkpoints
 from trainer import worker as worker_module
@@ -327,7 +327,7 @@ def test_leases_are_renewed_while_a_step_takes_longer_than_they_last(
     log.episodes(base_model, "g", [1.0, 0.0])
     settings = trainer_settings.model_copy(update={"lease_seconds": 0.3})
     renewed = threading.Event()
-    real_renew, real_step = training.renew_leases, Learner.step
+    real_renew, real_step = claims.renew_leases, Learner.step
 
     def renew(database, groups: list[ClaimedGroup], worker, seconds):
         held_now = real_renew(database, groups, worker, seconds)
@@ -338,7 +338,7 @@ def test_leases_are_renewed_while_a_step_takes_longer_than_they_last(
         assert renewed.wait(10)
         return real_step(self, *arguments)
 
-    monkeypatch.setattr(training, "renew_leases", renew)
+    monkeypatch.setattr(claims, "renew_leases", renew)
     monkeypatch.setattr(Learner, "step", slow)
     assert Worker(log.database, log.artifacts, settings).visit(log.policy) is Visit.STEPPED
 

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from gateway.store import Database, policies, queries, training
+from gateway.store import Database, claims, policies, queries
 from gateway.store.models import Group, Policy
 from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.records import CapturedChoice, CapturedCompletion, TrajectoryRef
@@ -247,8 +247,8 @@ class Log:
             self.add(group, f"{group}-{number}", [turn], **scores)
 
     @property
-    def policy(self) -> training.TrainablePolicy:
-        return training.trainable_policies(self.database)[0]
+    def policy(self) -> claims.TrainablePolicy:
+        return claims.trainable_policies(self.database)[0]
 
     @property
     def settings(self) -> PolicySettings:
@@ -256,7 +256,7 @@ class Log:
 
     def claim(self, worker: str = "w", limit: int = 10, lease: float = 60) -> list[Any]:
         s = self.settings
-        return training.claim_groups(
+        return claims.claim_groups(
             self.database,
             self.policy,
             worker,

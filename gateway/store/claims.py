@@ -1,0 +1,224 @@
+"""Which groups are ready for training, and the leases under which trainers hold them.
+
+Every function runs in a transaction of its own, but for those that take a connection.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, case, func, or_, select, update
+
+from gateway.store import queries
+from gateway.store.database import Database
+from gateway.store.models import Group, Policy, Trajectory, Version
+from gateway.store.records import Json, StoredTrajectory
+
+
+@dataclass(slots=True)
+class TrainablePolicy:
+    """A policy as the trainer sees it."""
+
+    project: str
+    name: str
+    base_model: str
+    head: int
+    """The version that training goes on from."""
+    head_path: str | None
+    lora: Json
+    settings: Json
+
+
+@dataclass(slots=True)
+class ClaimedGroup:
+    """A group that one trainer holds for as long as its lease lasts.
+
+    `trajectories` are those that wait for training, with and without rewards.
+    """
+
+    project: str
+    policy: str
+    id: str
+    final: bool
+    """Closed, or past its deadline: members that still have no reward are left out for good."""
+    trajectories: list[StoredTrajectory]
+
+
+def trainable_policies(database: Database) -> list[TrainablePolicy]:
+    """All policies of all projects that are not paused."""
+    query = (
+        select(Policy, Version.adapter_path)
+        .outerjoin(
+            Version,
+            (Version.project == Policy.project)
+            & (Version.policy == Policy.name)
+            & (Version.number == Policy.head),
+        )
+        .where(Policy.state == "active")
+        .order_by(Policy.project, Policy.name)
+        .with_only_columns(*Policy.__table__.columns, Version.adapter_path)
+    )
+    with database.read() as connection:
+        return [
+            TrainablePolicy(
+                project=row["project"],
+                name=row["name"],
+                base_model=row["base_model"],
+                head=row["head"],
+                head_path=row["adapter_path"],
+                lora=row["lora"],
+                settings=row["settings"],
+            )
+            for row in connection.execute(query).mappings()
+        ]
+
+
+def claim_groups(
+    database: Database,
+    policy: TrainablePolicy,
+    worker: str,
+    *,
+    limit: int,
+    group_size: int,
+    settle_seconds: float,
+    deadline_seconds: float,
+    lease_seconds: float,
+) -> list[ClaimedGroup]:
+    """Take up to `limit` ready groups for `worker`, the longest waiting first.
+
+    A group is ready when `group_size` of its waiting trajectories have a reward, when it was
+    closed, or when the first of them has waited `deadline_seconds`; and when nothing was added to
+    it for `settle_seconds`, so that no episode is taken in its middle. Held groups come back to
+    everybody when their lease runs out.
+    """
+    now = time.time()
+    waiting = func.count()
+    rewarded = func.sum(case((Trajectory.rewarded, 1), else_=0))
+    ready = (
+        select(Group.id)
+        .join(
+            Trajectory,
+            (Trajectory.project == Group.project)
+            & (Trajectory.policy == Group.policy)
+            & (Trajectory.group_id == Group.id),
+        )
+        .where(
+            Group.project == policy.project,
+            Group.policy == policy.name,
+            or_(Group.lease_owner.is_(None), Group.lease_expires < now),
+            Trajectory.state == "open",
+            Trajectory.split == "train",
+        )
+        .group_by(Group.id, Group.closed_at)
+        .having(
+            func.max(Trajectory.updated_at) <= now - settle_seconds,
+            or_(
+                rewarded >= group_size,
+                Group.closed_at.is_not(None),
+                (func.min(Trajectory.created_at) <= now - deadline_seconds) & (rewarded > 0),
+            ),
+            waiting > 0,
+        )
+        .order_by(func.min(Trajectory.created_at))
+        .limit(limit)
+    )
+    with database.write() as connection:
+        ids = list(connection.execute(ready).scalars())
+        taken = [id for id in ids if _lease(connection, policy, id, worker, now, lease_seconds)]
+    return [_claimed(database, policy, id, now - deadline_seconds) for id in taken]
+
+
+def _lease(
+    connection: Connection,
+    policy: TrainablePolicy,
+    group_id: str,
+    worker: str,
+    now: float,
+    seconds: float,
+) -> bool:
+    # Conditional once more: on PostgreSQL another worker may have been faster.
+    result = connection.execute(
+        update(Group)
+        .where(
+            Group.project == policy.project,
+            Group.policy == policy.name,
+            Group.id == group_id,
+            or_(Group.lease_owner.is_(None), Group.lease_expires < now),
+        )
+        .values(lease_owner=worker, lease_expires=now + seconds)
+    )
+    return result.rowcount == 1
+
+
+def _claimed(
+    database: Database, policy: TrainablePolicy, group_id: str, expired_before: float
+) -> ClaimedGroup:
+    with database.read() as connection:
+        closed_at = connection.execute(
+            select(Group.closed_at).where(
+                Group.project == policy.project,
+                Group.policy == policy.name,
+                Group.id == group_id,
+            )
+        ).scalar_one()
+        ids = list(
+            connection.execute(
+                select(Trajectory.id).where(
+                    Trajectory.project == policy.project,
+                    Trajectory.policy == policy.name,
+                    Trajectory.group_id == group_id,
+                    Trajectory.state == "open",
+                    Trajectory.split == "train",
+                )
+            ).scalars()
+        )
+        found = queries.trajectories(connection, policy.project, ids)
+        return ClaimedGroup(
+            project=policy.project,
+            policy=policy.name,
+            id=group_id,
+            final=closed_at is not None or any(t.created_at <= expired_before for t in found),
+            trajectories=found,
+        )
+
+
+def renew_leases(
+    database: Database, groups: Sequence[ClaimedGroup], worker: str, lease_seconds: float
+) -> int:
+    """Hold claimed groups for longer; returns how many of them `worker` still held."""
+    with database.write() as connection:
+        return sum(
+            connection.execute(
+                update(Group)
+                .where(*held_by(group, worker))
+                .values(lease_expires=time.time() + lease_seconds)
+            ).rowcount
+            for group in groups
+        )
+
+
+def release_groups(database: Database, groups: Sequence[ClaimedGroup], worker: str) -> None:
+    """Give claimed groups back untouched."""
+    with database.write() as connection:
+        release(connection, groups, worker)
+
+
+def held_by(group: ClaimedGroup, worker: str) -> tuple[Any, ...]:
+    """The conditions under which a worker still holds a group."""
+    return (
+        Group.project == group.project,
+        Group.policy == group.policy,
+        Group.id == group.id,
+        Group.lease_owner == worker,
+    )
+
+
+def release(connection: Connection, groups: Sequence[ClaimedGroup], worker: str) -> None:
+    """Give claimed groups back, as a part of a larger transaction."""
+    for group in groups:
+        connection.execute(
+            update(Group)
+            .where(*held_by(group, worker))
+            .values(lease_owner=None, lease_expires=None)
+        )
