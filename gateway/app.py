@@ -15,6 +15,7 @@ from gateway.api import completions, groups, health, models, policies, rewards, 
 from gateway.api.chat import ChatCompletions
 from gateway.backends.vllm import ReplicaPool
 from gateway.capture.placement import Placements
+from gateway.capture.retries import Retries
 from gateway.dashboard import pages
 from gateway.gateway import Gateway
 from gateway.publisher import Publisher
@@ -83,7 +84,9 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             keep_loaded=settings.keep_loaded,
             tolerance=settings.probe_tolerance,
         )
-        gateway = Gateway(settings, database, writer, pool, publisher, Placements(database))
+        gateway = Gateway(
+            settings, database, writer, pool, publisher, Placements(database), Retries()
+        )
         try:
             await _configure_policies(gateway)
             publishing = asyncio.create_task(publisher.run())

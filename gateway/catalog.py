@@ -1,9 +1,11 @@
 """What the model names of clients mean right now; replaced as a whole by the publisher."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from gateway.capture.threads import normalise
 from gateway.errors import ApiError, model_not_found
 
 _VERSIONED = re.compile(r"(?P<policy>.+)@(?P<number>\d{1,9})")
@@ -19,6 +21,18 @@ class ServedPolicy:
     """Version number → name under which the replicas serve it."""
     created: int
     base_model: str
+    side_calls: tuple[re.Pattern[str], ...] = ()
+    """What a system prompt holds in requests that are not the agent's own work."""
+
+    def is_side_call(self, messages: Sequence[Any]) -> bool:
+        """Whether the system prompt matches one of the policy's rules."""
+        if not self.side_calls:
+            return False
+        first = normalise(messages[0])
+        if first["role"] not in ("system", "developer"):
+            return False
+        text = str(first.get("content", ""))
+        return any(pattern.search(text) for pattern in self.side_calls)
 
 
 @dataclass(frozen=True, slots=True)

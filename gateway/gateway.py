@@ -6,6 +6,7 @@ from starlette.requests import Request
 
 from gateway.backends.vllm import ReplicaPool
 from gateway.capture.placement import Placements
+from gateway.capture.retries import Retries
 from gateway.publisher import Publisher
 from gateway.settings import Settings
 from gateway.store import Database
@@ -23,6 +24,7 @@ class Gateway:
     pool: ReplicaPool
     publisher: Publisher
     placements: Placements
+    retries: Retries
     project: str = DEFAULT_PROJECT
 
 

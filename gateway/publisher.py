@@ -7,6 +7,7 @@ restarts, or is added, is brought up to date by the same loop.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -233,6 +234,10 @@ class Publisher:
                     },
                     created=int(policy.row["created_at"]),
                     base_model=policy.row["base_model"],
+                    side_calls=tuple(
+                        re.compile(pattern)
+                        for pattern in policy.row["settings"].get("side_calls", ())
+                    ),
                 )
                 for policy in found
             }

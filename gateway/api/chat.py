@@ -17,6 +17,7 @@ from gateway.capture import threads
 from gateway.capture.attribution import read_claims
 from gateway.capture.placement import Placement
 from gateway.capture.request import (
+    Wants,
     check_chat,
     is_multimodal,
     parse_body,
@@ -24,6 +25,7 @@ from gateway.capture.request import (
     upstream_body,
     wants_of,
 )
+from gateway.capture.retries import as_chunks
 from gateway.capture.streaming import DONE, BrokenStream, encode, relay
 from gateway.capture.tokens import Capture, WrongVersion
 from gateway.catalog import served_version
@@ -53,6 +55,7 @@ class Exchange:
     upstream: Json
     served_name: str
     biased: bool
+    side_call: bool
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What a client can read without parsing the body."""
@@ -83,9 +86,29 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
     Raises:
         ApiError: nothing was sent yet.
     """
+    headers = Headers(scope=scope)
+    again = gateway.retries.take(gateway.project, headers, body)
+    if again is not None:
+        await _replay(again, wants_of(body), send)
+        return
     exchange = await _prepare(gateway, scope, body)
     way = _stream if exchange.captured.stream else _json
-    await unless_hung_up(receive, way(gateway, exchange, send))
+    delivered = await unless_hung_up(receive, way(gateway, exchange, send))
+    if not delivered and exchange.captured.status == "complete" and exchange.capture.response:
+        gateway.retries.keep(gateway.project, headers, body, exchange.capture.response)
+
+
+async def _replay(response: Json, wants: Wants, send: Send) -> None:
+    """Give a logged answer to the client that lost it."""
+    replayed = (b"x-strop-replayed", b"true")
+    if not wants.stream:
+        await send_start(send, 200, [_JSON, replayed])
+        await send_body(send, orjson.dumps(response))
+        return
+    chunks = as_chunks(response)
+    await send_start(send, 200, [*_EVENTS, replayed])
+    shown = chunks if wants.usage else chunks[:-1]
+    await send_body(send, b"".join([*(encode(chunk) for chunk in shown), DONE]))
 
 
 async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
@@ -109,6 +132,7 @@ async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
     version, served_name = served_version(policy, pinned, began)
     placement.place.versions.setdefault(policy.name, version)
     sampling, biased = sampling_of(body)
+    side_call = claims.train is False or policy.is_side_call(messages)
     try:
         upstream = upstream_body(body, served_name, sampling)
         orjson.dumps(metadata)
@@ -131,7 +155,7 @@ async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
     )
     shown = f"{policy.name}@{version}"
     capture = Capture(captured.id, wants_of(body), served_name, shown, body.get("n") or 1)
-    return Exchange(captured, capture, placement, upstream, served_name, biased)
+    return Exchange(captured, capture, placement, upstream, served_name, biased, side_call)
 
 
 async def _json(gateway: Gateway, exchange: Exchange, send: Send) -> None:
@@ -234,7 +258,9 @@ def _complete(exchange: Exchange) -> None:
     _take_tokens(exchange)
     captured.response = capture.response
     disagreement = capture.disagreement()
-    if disagreement is not None:
+    if exchange.side_call:
+        captured.reason = "side_call"
+    elif disagreement is not None:
         captured.reason = "no_token_ids"
         log.warning("%s cannot be trained on: %s", captured.id, disagreement)
     elif is_multimodal(captured.messages):

@@ -22,6 +22,8 @@ class Claims:
     group: str | None = None
     parent: str | None = None
     split: str | None = None
+    train: bool | None = None
+    """False for a side call, such as one for a title: logged, and never trained on."""
     attribution: str = "new"
     """Which way named the trajectory: path, header, metadata, traceparent or none yet."""
 
@@ -54,6 +56,7 @@ def read_claims(
     if split not in (None, "train", "eval"):
         raise invalid(f"The split is {split!r}; it must be 'train' or 'eval'.", "metadata.split")
     claims.split = split
+    claims.train = _flag(headers.get("x-strop-train", metadata.get("train")))
     return claims
 
 
@@ -71,6 +74,15 @@ def _trace_id(traceparent: str | None) -> str | None:
     if match is None or traceparent.lower().startswith("ff") or not match[1].strip("0"):
         return None
     return match[1]
+
+
+def _flag(value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    # OpenAI's metadata holds only text.
+    if value in ("true", "false"):
+        return bool(value == "true")
+    raise invalid(f"train is {value!r}; it must be true or false.", "metadata.train")
 
 
 def _identifier(value: Any, way: str, what: str) -> str:

@@ -1,8 +1,9 @@
 """What may be set for a policy, in `strop.toml` under `[policies.NAME]` or by the API."""
 
+import re
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -51,5 +52,19 @@ class PolicySettings(BaseModel):
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each named reward in the sum; 1 for those not named here."""
 
+    side_calls: list[str] = Field(default_factory=list)
+    """Regular expressions: requests whose system prompt matches one, such as a request for a
+    title, are logged and never trained on."""
+
     training: dict[str, Any] = Field(default_factory=dict)
     """Fields of TRL's `GRPOConfig`, by their names."""
+
+    @field_validator("side_calls")
+    @classmethod
+    def _compiles(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+        return patterns

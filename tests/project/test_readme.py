@@ -46,7 +46,7 @@ def test_every_reason_that_it_lists_is_one_that_the_code_gives():
     )
     table = README.split("## Why a completion is not trained on")[1].split("##")[0]
     reasons = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    assert len(reasons) == 10
+    assert len(reasons) == 11
     for reason in reasons:
         assert f'"{reason}"' in code, reason
 
