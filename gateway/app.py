@@ -1,7 +1,6 @@
 """Builds the application. The only place where the parts meet."""
 
 import asyncio
-import contextlib
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,10 +8,26 @@ from contextlib import asynccontextmanager
 import aiohttp
 from fastapi import FastAPI
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
-from gateway import __version__, errors
-from gateway.api import completions, groups, health, models, policies, rewards, trajectories
+from gateway import __version__, errors, retention
+from gateway.api import (
+    completions,
+    export,
+    groups,
+    health,
+    messages,
+    models,
+    policies,
+    rewards,
+    stored,
+    trajectories,
+)
 from gateway.api.chat import ChatCompletions
+from gateway.api.embeddings import Embeddings
+from gateway.api.responses import Responses
+from gateway.api.text import TextCompletions
+from gateway.auth import Authentication, Authenticator
 from gateway.backends.vllm import ReplicaPool
 from gateway.capture.placement import Placements
 from gateway.capture.retries import Retries
@@ -21,7 +36,7 @@ from gateway.gateway import Gateway
 from gateway.publisher import Publisher
 from gateway.settings import Settings
 from gateway.store import Database
-from gateway.store.models import DEFAULT_PROJECT
+from gateway.store.journal import Journal
 from gateway.store.writer import Writer
 
 # Below the 5 seconds after which vLLM's server closes an idle connection, so that no request is
@@ -37,6 +52,7 @@ def build(settings: Settings | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with running(settings) as gateway:
             app.state.gateway = gateway
+            app.state.authenticator = Authenticator(gateway.database, settings.admin_key)
             yield
 
     app = FastAPI(
@@ -46,10 +62,32 @@ def build(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     errors.install(app)
+    app.add_middleware(Authentication)
     chat = ChatCompletions()
     for path in ("/v1/chat/completions", "/rollouts/{group}/{trajectory}/v1/chat/completions"):
         app.router.routes.append(Route(path, chat, methods=["POST"]))
-    for module in (rewards, completions, trajectories, groups, policies, models, health, pages):
+    surfaces: dict[str, ASGIApp] = {
+        "completions": TextCompletions(),
+        "responses": Responses(),
+        "messages": messages.Messages(messages.create),
+        "messages/count_tokens": messages.Messages(messages.count_tokens),
+        "embeddings": Embeddings(),
+    }
+    for path, surface in surfaces.items():
+        for prefix in ("/v1", "/rollouts/{group}/{trajectory}/v1"):
+            app.router.routes.append(Route(f"{prefix}/{path}", surface, methods=["POST"]))
+    for module in (
+        rewards,
+        completions,
+        stored,
+        export,
+        trajectories,
+        groups,
+        policies,
+        models,
+        health,
+        pages,
+    ):
         app.include_router(module.router)
     return app
 
@@ -65,7 +103,15 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     database = Database(settings.url())
     await asyncio.to_thread(database.migrate)
-    writer = Writer(database, settings.commit_batch, settings.commit_queue)
+    # On SQLite a journal would be lost and full together with the database.
+    journal = None if database.is_sqlite else Journal(settings.data_dir / "journal.db")
+    writer = Writer(
+        database,
+        settings.commit_batch,
+        settings.commit_queue,
+        journal,
+        journal_pending_days=settings.journal_pending_days,
+    )
     writer.start()
     timeout = aiohttp.ClientTimeout(
         total=None,
@@ -79,7 +125,6 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             database,
             writer,
             pool,
-            project=DEFAULT_PROJECT,
             poll=settings.publish_poll,
             keep_loaded=settings.keep_loaded,
             tolerance=settings.probe_tolerance,
@@ -89,13 +134,16 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
         )
         try:
             await _configure_policies(gateway)
-            publishing = asyncio.create_task(publisher.run())
+            tasks = [asyncio.create_task(publisher.run())]
+            if settings.retention_days is not None:
+                deleting = retention.run(database, writer, settings.retention_days)
+                tasks.append(asyncio.create_task(deleting))
             try:
                 yield gateway
             finally:
-                publishing.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await publishing
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         finally:
             await writer.close()
             database.dispose()

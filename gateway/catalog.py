@@ -21,6 +21,8 @@ class ServedPolicy:
     """Version number → name under which the replicas serve it."""
     created: int
     base_model: str
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling of requests that do not say it themselves."""
     side_calls: tuple[re.Pattern[str], ...] = ()
     """What a system prompt holds in requests that are not the agent's own work."""
 

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gateway.client import ApiFailed, call
+from gateway.export_cli import data_app
+from gateway.keys_cli import keys_app
 from gateway.settings import Settings
 
 app = typer.Typer(
@@ -22,6 +24,8 @@ app = typer.Typer(
 )
 policy_app = typer.Typer(help="What is being trained, its versions, and the way back.")
 app.add_typer(policy_app, name="policy", no_args_is_help=True)
+app.add_typer(keys_app, name="keys", no_args_is_help=True)
+app.add_typer(data_app)
 
 out = Console()
 err = Console(stderr=True)
@@ -60,14 +64,38 @@ def up(
     """Start vLLM (unless STROP_REPLICAS names some), the gateway and the trainer."""
     from gateway.up import up as run_up
 
-    raise typer.Exit(asyncio.run(run_up(_settings(), trainer=trainer, verbose=verbose)))
+    settings = _settings()
+    _refuse_open_door(settings)
+    raise typer.Exit(asyncio.run(run_up(settings, trainer=trainer, verbose=verbose)))
 
 
 @app.command()
 def serve() -> None:
     """Run the gateway alone, in front of the vLLM replicas in STROP_REPLICAS."""
     settings = _settings()
+    _refuse_open_door(settings)
     os.execv(sys.executable, [sys.executable, *gateway_arguments(settings)])
+
+
+def _refuse_open_door(settings: Settings) -> None:
+    """Without keys only this machine may ask."""
+    from gateway.auth import is_loopback
+    from gateway.store import Database, keys
+
+    if is_loopback(settings.host) or settings.admin_key:
+        return
+    database = Database(settings.url())
+    database.migrate()
+    with database.read() as connection:
+        exist = keys.any_exist(connection)
+    database.dispose()
+    if not exist:
+        err.print(
+            f"[red]strop does not listen on {settings.host} without keys:[/] anybody could read "
+            "and steer it. Make one with `strop keys create`, or set STROP_ADMIN_KEY.",
+            highlight=False,
+        )
+        raise typer.Exit(2)
 
 
 def gateway_arguments(settings: Settings) -> list[str]:

@@ -1,6 +1,7 @@
 """A small client of strop's own routes, for the command line."""
 
 import json
+import os
 import urllib.error
 import urllib.request
 from typing import Any
@@ -11,15 +12,16 @@ class ApiFailed(Exception):
 
 
 def call(base_url: str, path: str, body: Any = None, *, timeout: float = 30.0) -> Any:
-    """GET, or POST where there is a body; returns the JSON answer.
+    """GET, or POST where there is a body; returns the JSON answer. `STROP_API_KEY` is sent along.
 
     Raises:
         ApiFailed: with the gateway's own message.
     """
     data = json.dumps(body).encode() if body is not None else None
-    request = urllib.request.Request(
-        base_url.rstrip("/") + path, data, {"content-type": "application/json"}
-    )
+    headers = {"content-type": "application/json"}
+    if key := os.environ.get("STROP_API_KEY"):
+        headers["authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(base_url.rstrip("/") + path, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return json.load(response)

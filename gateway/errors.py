@@ -6,8 +6,11 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+
+from gateway.store.journal import connection_lost
 
 _TYPES = {
     401: "authentication_error",
@@ -123,10 +126,17 @@ def install(app: FastAPI) -> None:
             return invalid(f"The body is not valid JSON: {first['ctx']['error']}.").response()
         return ApiError(422, message, param=param, code=first["type"]).response()
 
+    async def database_away(_: Request, error: Exception) -> Response:
+        if not connection_lost(error):
+            raise error
+        message = "The database does not answer. Try again in a few seconds."
+        return ApiError(503, message, code="database_unavailable", retry_after=2).response()
+
     async def unexpected(_: Request, error: Exception) -> Response:
         return ApiError(500, f"strop failed: {type(error).__name__}. See its log.").response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, validation_error)
+    app.add_exception_handler(OperationalError, database_away)
     app.add_exception_handler(Exception, unexpected)

@@ -1,9 +1,11 @@
 """The parts that requests share; built once by `gateway.app`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request
+from starlette.types import Scope
 
+from gateway.auth import EVERYTHING, Principal
 from gateway.backends.vllm import ReplicaPool
 from gateway.capture.placement import Placements
 from gateway.capture.retries import Retries
@@ -28,7 +30,16 @@ class Gateway:
     project: str = DEFAULT_PROJECT
 
 
+def gateway_in(scope: Scope) -> Gateway:
+    """The gateway that a request came to, seen from the project of its key."""
+    gateway: Gateway = scope["app"].state.gateway
+    # /healthz and /readyz are open to everybody.
+    principal: Principal = scope.get("state", {}).get("principal", EVERYTHING)
+    if principal.project == gateway.project:
+        return gateway
+    return replace(gateway, project=principal.project)
+
+
 def gateway_of(request: Request) -> Gateway:
-    """The gateway that a request came to; a FastAPI dependency."""
-    gateway: Gateway = request.app.state.gateway
-    return gateway
+    """The same, as a FastAPI dependency."""
+    return gateway_in(request.scope)

@@ -22,6 +22,7 @@ from gateway import adapters
 from gateway.backends.vllm import Replica, ReplicaPool, ReplicaRefused, ReplicaUnavailable
 from gateway.catalog import Catalog, ServedPolicy
 from gateway.store import Database, policies, queries
+from gateway.store.models import DEFAULT_PROJECT
 from gateway.store.policy_settings import Lora
 from gateway.store.writer import Writer
 
@@ -58,7 +59,9 @@ class _Policy:
         version = self.versions[number]
         if version["adapter_path"] is None:
             return str(self.row["base_served"])
-        return f"{self.row['name']}@{number}"
+        name = f"{self.row['name']}@{number}"
+        project = self.row["project"]
+        return name if project == DEFAULT_PROJECT else f"{project}/{name}"
 
 
 class Publisher:
@@ -70,7 +73,6 @@ class Publisher:
         writer: Writer,
         pool: ReplicaPool,
         *,
-        project: str,
         poll: float,
         keep_loaded: int,
         tolerance: float,
@@ -78,7 +80,6 @@ class Publisher:
         self._database = database
         self._writer = writer
         self._pool = pool
-        self._project = project
         self._poll = poll
         self._keep_loaded = keep_loaded
         self._tolerance = tolerance
@@ -87,8 +88,8 @@ class Publisher:
         self._checked: set[str] = set()
         self._unrouted_since: dict[str, float] = {}
         self.catalog = Catalog()
-        self.failures: dict[str, Json] = {}
-        """Versions whose probe failed, by `policy@N`."""
+        self.failures: dict[tuple[str, str], Json] = {}
+        """Versions whose probe failed, by project and `policy@N`."""
 
     async def run(self) -> None:
         """Reconcile until cancelled."""
@@ -124,14 +125,15 @@ class Publisher:
                 self._publish_catalog(found)
             await self._retire(found)
 
-    async def restore(self, name: str, number: int) -> None:
+    async def restore(self, project: str, name: str, number: int) -> None:
         """Load and prove an earlier version everywhere, so that a rollback is served at once.
 
         Raises:
             ProbeFailed, ReplicaUnavailable, ReplicaRefused: it cannot be served.
         """
         async with self._turn:
-            policy = next(p for p in await asyncio.to_thread(self._read) if p.row["name"] == name)
+            found = await asyncio.to_thread(self._read)
+            policy = next(policy for policy in found if policy.key == (project, name))
             if not self._pool.healthy:
                 raise ReplicaUnavailable("no vLLM replica is up")
             for replica in self._pool.healthy:
@@ -140,10 +142,9 @@ class Publisher:
     def _read(self) -> list[_Policy]:
         with self._database.read() as connection:
             found = []
-            for row in queries.policies(connection, self._project):
-                versions = {
-                    v["number"]: v for v in queries.versions(connection, self._project, row["name"])
-                }
+            for row in queries.all_policies(connection):
+                listed = queries.versions(connection, row["project"], row["name"])
+                versions = {version["number"]: version for version in listed}
                 policy = _Policy(row, versions)
                 serving = [n for n, v in versions.items() if v["state"] == "serving"]
                 behind = sorted((n for n in serving if n != row["alias"]), reverse=True)
@@ -151,7 +152,7 @@ class Publisher:
                 policy.waiting = [n for n, v in versions.items() if v["state"] == "ready"]
                 found.append(policy)
         self.failures = {
-            f"{policy.row['name']}@{n}": dict(v["probe_result"] or {})
+            (policy.row["project"], f"{policy.row['name']}@{n}"): dict(v["probe_result"] or {})
             for policy in found
             for n, v in policy.versions.items()
             if v["state"] == "failed"
@@ -234,6 +235,7 @@ class Publisher:
                     },
                     created=int(policy.row["created_at"]),
                     base_model=policy.row["base_model"],
+                    sampling=policy.row["settings"].get("sampling", {}),
                     side_calls=tuple(
                         re.compile(pattern)
                         for pattern in policy.row["settings"].get("side_calls", ())

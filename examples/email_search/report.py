@@ -30,7 +30,7 @@ def largest_difference(versions: Sequence[Mapping[str, Any]]) -> float:
     )
 
 
-def show(result: Mapping[str, Any], folder: Path, console: Console) -> None:
+def show(result: Mapping[str, Any], folder: Path, base_model: str, console: Console) -> None:
     """Print it."""
     table = Table(title="Held-out questions, sampled at temperature 1")
     for column in ("version", "rollouts", "mean reward", "95% interval"):
@@ -64,7 +64,8 @@ def show(result: Mapping[str, Any], folder: Path, console: Console) -> None:
     config = folder / "strop.toml"
     further = (
         f"cat {folder / 'result.json'}",
-        f"STROP_CONFIG={config} STROP_DATA_DIR={folder} .venv/bin/strop up",
+        f"STROP_CONFIG={config} STROP_DATA_DIR={folder} STROP_BASE_MODEL={base_model} "
+        ".venv/bin/strop up",
         "and while that runs: .venv/bin/strop policy show email-agent, or http://localhost:8000/",
     )
     console.print("Look further:")

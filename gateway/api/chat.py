@@ -12,6 +12,8 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from gateway.api import provided
+from gateway.api.delivery import EVENTS, JSON, store
 from gateway.backends.vllm import Replica, error_message
 from gateway.capture import threads
 from gateway.capture.attribution import read_claims
@@ -30,18 +32,15 @@ from gateway.capture.streaming import DONE, BrokenStream, encode, relay
 from gateway.capture.tokens import Capture, WrongVersion
 from gateway.catalog import served_version
 from gateway.errors import ApiError, invalid
-from gateway.gateway import Gateway
+from gateway.gateway import Gateway, gateway_in
 from gateway.http import ClientGone, read_body, send_body, send_start, unless_hung_up
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
-from gateway.store.writer import QueueFull
 
 log = logging.getLogger("strop.chat")
 
 Json = dict[str, Any]
 
-_JSON = (b"content-type", b"application/json")
-_EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 _UPSTREAM_GONE = (aiohttp.ClientError, BrokenStream, TimeoutError)
 
 
@@ -72,7 +71,7 @@ class ChatCompletions:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; errors go to the application's handlers."""
-        gateway: Gateway = scope["app"].state.gateway
+        gateway = gateway_in(scope)
         try:
             raw = await read_body(receive, gateway.settings.max_body_bytes)
         except ClientGone:
@@ -87,6 +86,10 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
         ApiError: nothing was sent yet.
     """
     headers = Headers(scope=scope)
+    model = body.get("model")
+    if isinstance(model, str) and model in gateway.settings.providers:
+        await provided.answer(gateway, scope, receive, send, body)
+        return
     again = gateway.retries.take(gateway.project, headers, body)
     if again is not None:
         await _replay(again, wants_of(body), send)
@@ -102,11 +105,11 @@ async def _replay(response: Json, wants: Wants, send: Send) -> None:
     """Give a logged answer to the client that lost it."""
     replayed = (b"x-strop-replayed", b"true")
     if not wants.stream:
-        await send_start(send, 200, [_JSON, replayed])
+        await send_start(send, 200, [JSON, replayed])
         await send_body(send, orjson.dumps(response))
         return
     chunks = as_chunks(response)
-    await send_start(send, 200, [*_EVENTS, replayed])
+    await send_start(send, 200, [*EVENTS, replayed])
     shown = chunks if wants.usage else chunks[:-1]
     await send_body(send, b"".join([*(encode(chunk) for chunk in shown), DONE]))
 
@@ -131,10 +134,10 @@ async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
     began = placement.place.versions.get(policy.name)
     version, served_name = served_version(policy, pinned, began)
     placement.place.versions.setdefault(policy.name, version)
-    sampling, biased = sampling_of(body)
+    sampling, biased = sampling_of(body, policy.sampling)
     side_call = claims.train is False or policy.is_side_call(messages)
     try:
-        upstream = upstream_body(body, served_name, sampling)
+        upstream = upstream_body(body, served_name, sampling, policy.sampling)
         orjson.dumps(metadata)
     except TypeError as error:
         raise invalid(str(error)) from None
@@ -178,8 +181,8 @@ async def _json(gateway: Gateway, exchange: Exchange, send: Send) -> None:
     except (*_UPSTREAM_GONE, orjson.JSONDecodeError, KeyError, TypeError) as error:
         raise await _upstream_broke(gateway, exchange, error) from error
     _complete(exchange)
-    await _store(gateway, exchange)
-    await send_start(send, 200, [_JSON, *exchange.headers()])
+    await store(gateway, exchange.captured)
+    await send_start(send, 200, [JSON, *exchange.headers()])
     await send_body(send, orjson.dumps(capture.response))
 
 
@@ -196,7 +199,7 @@ async def _stream(gateway: Gateway, exchange: Exchange, send: Send) -> None:
             async for event in relay(response.content, capture):
                 if not started:
                     captured.first_token_at = time.time()
-                    await send_start(send, 200, [*_EVENTS, *exchange.headers()])
+                    await send_start(send, 200, [*EVENTS, *exchange.headers()])
                     started = True
                 await send_body(send, event, more=True)
     except asyncio.CancelledError:
@@ -213,14 +216,14 @@ async def _stream(gateway: Gateway, exchange: Exchange, send: Send) -> None:
     capture.assemble()
     _complete(exchange)
     try:
-        await _store(gateway, exchange)
+        await store(gateway, exchange.captured)
     except ApiError as failure:
         if not started:
             raise
         await send_body(send, encode(failure.body()))
         return
     if not started:
-        await send_start(send, 200, [*_EVENTS, *exchange.headers()])
+        await send_start(send, 200, [*EVENTS, *exchange.headers()])
     await send_body(send, b"".join((*capture.held, DONE)))
 
 
@@ -283,24 +286,6 @@ def _take_tokens(exchange: Exchange) -> None:
     captured.finished_at = time.time()
 
 
-async def _store(gateway: Gateway, exchange: Exchange) -> None:
-    captured = exchange.captured
-    captured.finished_at = captured.finished_at or time.time()
-    try:
-        tails = await gateway.writer.store(captured)
-    except QueueFull as error:
-        raise ApiError(429, f"{error}. Try again in a second.", retry_after=1) from None
-    except Exception as error:
-        log.exception("%s was not stored", captured.id)
-        raise ApiError(
-            500,
-            f"The completion could not be logged ({type(error).__name__}), so it is not served. "
-            "strop's log says more.",
-            code="not_logged",
-        ) from error
-    gateway.placements.threads.add(captured.project, tails)
-
-
 async def _abort(gateway: Gateway, exchange: Exchange, status: int) -> None:
     """Keep what had come until the client or vLLM went away."""
     captured, capture = exchange.captured, exchange.capture
@@ -309,7 +294,7 @@ async def _abort(gateway: Gateway, exchange: Exchange, status: int) -> None:
         capture.assemble()
         captured.response = capture.response
     captured.status, captured.reason, captured.http_status = "aborted", "aborted", status
-    await _store(gateway, exchange)
+    await store(gateway, exchange.captured)
 
 
 async def _upstream_broke(gateway: Gateway, exchange: Exchange, error: BaseException) -> ApiError:
@@ -332,7 +317,7 @@ async def _refuse(
     captured.status, captured.reason, captured.http_status = "error", reason, status
     captured.served_model = exchange.capture.served_model
     captured.response = {"error": {"message": message}}
-    await _store(gateway, exchange)
+    await store(gateway, exchange.captured)
     return ApiError(status, message, code=reason, retry_after=retry_after)
 
 
@@ -343,6 +328,6 @@ async def _upstream_error(
     captured = exchange.captured
     captured.status, captured.reason, captured.http_status = "error", "aborted", status
     captured.response = {"error": {"message": error_message(raw)}}
-    await _store(gateway, exchange)
-    await send_start(send, status, [_JSON, *exchange.headers()])
+    await store(gateway, exchange.captured)
+    await send_start(send, status, [JSON, *exchange.headers()])
     await send_body(send, raw)

@@ -9,13 +9,16 @@ from gateway.api.rewards import reward_json
 from gateway.errors import not_found
 from gateway.gateway import Gateway, gateway_of
 from gateway.store import queries
+from gateway.store.listing import ListedCompletion
 from gateway.store.records import StoredCompletion, StoredReward
 
 router = APIRouter(tags=["completions"])
 Strop = Annotated[Gateway, Depends(gateway_of)]
 
 
-def completion_json(completion: StoredCompletion, rewards: list[StoredReward]) -> dict[str, Any]:
+def completion_json(
+    completion: StoredCompletion | ListedCompletion, rewards: list[StoredReward]
+) -> dict[str, Any]:
     """A completion as the client got it, and what strop knows of it under `strop`."""
     response = completion.response or {}
     error = response.get("error")

@@ -56,6 +56,7 @@ async def readyz(gateway: Strop) -> Response:
     ]
     if not served:
         problems.append("there is no policy yet")
+    journal = gateway.writer.journal
     body: dict[str, Any] = {
         "ready": not problems,
         "problems": problems,
@@ -63,7 +64,13 @@ async def readyz(gateway: Strop) -> Response:
             policy.name: {"alias": policy.alias, "loaded": sorted(policy.loaded)}
             for policy in served
         },
-        "failed_versions": gateway.publisher.failures,
+        "failed_versions": {
+            name: failure
+            for (project, name), failure in gateway.publisher.failures.items()
+            if project == gateway.project
+        },
         "replicas": replicas,
+        # What waits for PostgreSQL to come back; requests are answered all the same.
+        "journal": journal.state() if journal is not None else None,
     }
     return json_response(body, 503 if problems else 200, {"retry-after": "2"} if problems else None)

@@ -25,6 +25,13 @@ def _listing(gateway: Gateway) -> dict[str, dict[str, Any]]:
                 "root": policy.base_model,
                 "version": version,
             }
+    for name, provider in gateway.settings.providers.items():
+        found[name] = {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": provider.model.partition("/")[0],
+        }
     return found
 
 

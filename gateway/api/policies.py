@@ -218,7 +218,7 @@ async def roll_back(name: str, body: Rollback, gateway: Strop) -> dict[str, Any]
             code="version_not_served",
         )
     try:
-        await gateway.publisher.restore(name, body.version)
+        await gateway.publisher.restore(gateway.project, name, body.version)
     except (ProbeFailed, ReplicaRefused, ReplicaUnavailable, adapters.BrokenAdapter) as error:
         raise ApiError(
             503,

@@ -59,10 +59,23 @@ def reward_json(reward: StoredReward) -> dict[str, Any]:
     return {"object": "reward", **asdict(reward)}
 
 
+def accepted_json(reward: rewards.NewReward) -> dict[str, Any]:
+    """A reward that is kept, and whose target could not be looked for yet.
+
+    Nor could its idempotency key: if that was used before, the reward and id of then stand.
+    """
+    shown = asdict(reward)
+    del shown["idempotency_key"]
+    return {"object": "reward", **shown, "verified": False}
+
+
 @router.post(
     "/v1/rewards",
     status_code=201,
-    responses={200: {"description": "Idempotent repeat: the first result"}},
+    responses={
+        200: {"description": "Idempotent repeat: the first result"},
+        202: {"description": "Kept while the database is away, and checked when it is back"},
+    },
 )
 async def post_rewards(body: Annotated[OneOrMore, Body()], gateway: Strop) -> Response:
     """Store rewards. They count as soon as this answers, and as long as the completion is kept."""
@@ -74,9 +87,7 @@ async def post_rewards(body: Annotated[OneOrMore, Body()], gateway: Strop) -> Re
     posted = [item.new() for item in items]
     many = isinstance(body, list)
     try:
-        stored, fresh = await gateway.writer.run(
-            lambda connection: rewards.post(connection, gateway.project, posted)
-        )
+        result = await gateway.writer.post_rewards(gateway.project, posted)
     except rewards.UnknownTarget as error:
         raise ApiError(
             404,
@@ -95,9 +106,12 @@ async def post_rewards(body: Annotated[OneOrMore, Body()], gateway: Strop) -> Re
         ) from None
     except QueueFull as error:
         raise ApiError(429, f"{error}. Try again in a second.", retry_after=1) from None
-    shown = [reward_json(reward) for reward in stored]
-    result: Any = {"object": "list", "data": shown} if many else shown[0]
-    return json_response(result, 201 if fresh else 200)
+    if result is None:
+        shown, status = [accepted_json(reward) for reward in posted], 202
+    else:
+        stored, fresh = result
+        shown, status = [reward_json(reward) for reward in stored], 201 if fresh else 200
+    return json_response({"object": "list", "data": shown} if many else shown[0], status)
 
 
 def _place(many: bool, index: int, field: str) -> str:

@@ -1,4 +1,4 @@
-"""`GET /v1/trajectories/{id}`: an episode, whole."""
+"""`GET` and `DELETE /v1/trajectories/{id}`: an episode, whole."""
 
 import asyncio
 from typing import Annotated, Any
@@ -7,9 +7,10 @@ from fastapi import APIRouter, Depends, Query
 
 from gateway.api.completions import completion_json
 from gateway.api.rewards import reward_json
-from gateway.errors import not_found
+from gateway.api.stored import ForgetUses, write
+from gateway.errors import ApiError, not_found
 from gateway.gateway import Gateway, gateway_of
-from gateway.store import queries
+from gateway.store import deletion, queries
 from gateway.store.records import StoredCompletion, StoredTrajectory
 
 router = APIRouter(tags=["trajectories"])
@@ -61,7 +62,30 @@ async def retrieve_trajectory(
 
     found = await asyncio.to_thread(read)
     if found is None:
-        raise not_found(
-            "trajectory", trajectory_id, "A response names its own in x-strop-trajectory."
-        )
+        raise _unknown(trajectory_id)
     return trajectory_json(found, tokens)
+
+
+@router.delete("/v1/trajectories/{trajectory_id}")
+async def delete_trajectory(
+    trajectory_id: str, gateway: Strop, forget_uses: ForgetUses = False
+) -> dict[str, Any]:
+    """Delete a trajectory with its completions and rewards."""
+    deleted = await write(
+        gateway,
+        lambda connection: deletion.delete_trajectories(
+            connection, gateway.project, [trajectory_id], forget_uses=forget_uses
+        ),
+    )
+    if not deleted.trajectories:
+        raise _unknown(trajectory_id)
+    return {
+        "id": trajectory_id,
+        "object": "trajectory.deleted",
+        "deleted": True,
+        "completions": deleted.completions,
+    }
+
+
+def _unknown(trajectory_id: str) -> ApiError:
+    return not_found("trajectory", trajectory_id, "A response names its own in x-strop-trajectory.")

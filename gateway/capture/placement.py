@@ -1,15 +1,33 @@
 """Finding the trajectory, group and thread of a request, in memory first and then in the store."""
 
 import asyncio
+import logging
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from sqlalchemy.exc import OperationalError
 
 from gateway.capture.attribution import Claims, task_of
 from gateway.capture.threads import ThreadIndex, beginnings
 from gateway.store import Database, queries
 from gateway.store.ids import new_id
+from gateway.store.journal import connection_lost
 from gateway.store.records import Tail, TrajectoryRef
+
+log = logging.getLogger("strop.placement")
+
+T = TypeVar("T")
+
+_AWAY_SECONDS = 1.0
+"""For which the store is not asked again after it did not answer: not every request should wait
+for a connection that cannot be had."""
+
+
+class _StoreAway(Exception):
+    pass
 
 
 @dataclass(slots=True)
@@ -22,6 +40,8 @@ class Place:
     task: str | None = None
     versions: dict[str, int] = field(default_factory=dict)
     """Policy → the version that the trajectory began with."""
+    guessed: bool = False
+    """The store, which may know better, could not be asked."""
 
 
 @dataclass(slots=True)
@@ -42,6 +62,7 @@ class Placements:
         self._database = database
         self._size = size
         self._places: OrderedDict[tuple[str, str], Place] = OrderedDict()
+        self._away_until = 0.0
         self.threads = ThreadIndex(size)
 
     async def find(
@@ -51,17 +72,17 @@ class Placements:
         keys, digest = beginnings(messages)
         tail = self.threads.take(project, keys, claims.trajectory)
         if tail is None and keys:
-            tail = await asyncio.to_thread(self._stored_tail, project, keys, claims.trajectory)
+            tail = await self._continued(project, keys, claims.trajectory)
         trajectory_id, attribution = claims.trajectory, claims.attribution
         if trajectory_id is None and tail is not None:
             trajectory_id, attribution = tail.trajectory_id, "continuation"
-        place = None
+        place, guessed = None, False
         if trajectory_id is None:
             trajectory_id = new_id("traj-")
         else:
             place = self._places.get((project, trajectory_id))
-            if place is None:
-                place = await asyncio.to_thread(self._stored, project, trajectory_id, policy)
+            if place is None or place.guessed:
+                place, guessed = await self._known(project, trajectory_id, policy, place)
         if place is None:
             task = task_of(messages, tools)
             place = Place(
@@ -70,6 +91,7 @@ class Placements:
                 parent_id=claims.parent,
                 task=task,
             )
+        place.guessed = guessed
         self._remember(project, trajectory_id, place)
         ref = TrajectoryRef(
             id=trajectory_id,
@@ -87,6 +109,36 @@ class Placements:
         self._places.move_to_end(key)
         if len(self._places) > self._size:
             self._places.popitem(last=False)
+
+    async def _continued(
+        self, project: str, keys: list[bytes], trajectory_id: str | None
+    ) -> Tail | None:
+        try:
+            return await self._ask(lambda: self._stored_tail(project, keys, trajectory_id))
+        except _StoreAway:
+            return None
+
+    async def _known(
+        self, project: str, trajectory_id: str, policy: str, guess: Place | None
+    ) -> tuple[Place | None, bool]:
+        """What the store knows of a trajectory, else the guess; and whether that stays a guess."""
+        try:
+            found = await self._ask(lambda: self._stored(project, trajectory_id, policy))
+        except _StoreAway:
+            return guess, True
+        return found or guess, False
+
+    async def _ask(self, read: Callable[[], T]) -> T:
+        if time.monotonic() < self._away_until:
+            raise _StoreAway
+        try:
+            return await asyncio.to_thread(read)
+        except OperationalError as error:
+            if not connection_lost(error):
+                raise
+            log.warning("taken for new, as the database does not answer: %s", error.orig)
+            self._away_until = time.monotonic() + _AWAY_SECONDS
+            raise _StoreAway from None
 
     def _stored_tail(
         self, project: str, keys: list[bytes], trajectory_id: str | None

@@ -1,5 +1,6 @@
 """A chat request as the client sent it → what is sent to vLLM, and what the client may see."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ NEUTRAL_SAMPLING: Json = {
 """Sampling that leaves the model's own distribution as it is. It is sent in full, because vLLM
 else takes what the model's `generation_config.json` recommends."""
 
-_STRIPPED = ("metadata", "store")
+_STRIPPED = ("metadata", "store", "instructions")
 """Fields for strop; vLLM does not know them."""
 
 
@@ -108,17 +109,22 @@ def wants_of(body: Json) -> Wants:
     )
 
 
-def sampling_of(body: Json) -> tuple[Json, bool]:
+def sampling_of(body: Json, defaults: Mapping[str, Any]) -> tuple[Json, bool]:
     """The sampling parameters that will be in force, and whether they bias what is learnt.
+
+    `defaults` are the policy's; what the request sets itself wins, and is listed under `asked`.
 
     The distribution at a temperature above 0 is known exactly (vLLM reports logprobs after the
     temperature); anything that cuts it off or bends it token by token is not what the trainer's
     model computes.
     """
-    sampling = {
-        name: body[name] if body.get(name) is not None else neutral
+    sampling: Json = {
+        name: body[name] if body.get(name) is not None else defaults.get(name, neutral)
         for name, neutral in NEUTRAL_SAMPLING.items()
     }
+    asked = [name for name in NEUTRAL_SAMPLING if body.get(name) is not None]
+    if asked:
+        sampling["asked"] = asked
     biased = (
         any(
             sampling[name] != neutral
@@ -144,9 +150,14 @@ def sampling_of(body: Json) -> tuple[Json, bool]:
     return sampling, biased
 
 
-def upstream_body(body: Json, served_model: str, sampling: Json) -> Json:
+def upstream_body(
+    body: Json, served_model: str, sampling: Json, defaults: Mapping[str, Any]
+) -> Json:
     """The request for vLLM: tokens and logprobs on, sampling spelt out, strop's fields off."""
     upstream = {name: value for name, value in body.items() if name not in _STRIPPED}
+    limit = defaults.get("max_tokens")
+    if limit and body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        upstream["max_tokens"] = limit
     upstream.update(
         {name: sampling[name] for name in NEUTRAL_SAMPLING},
         model=served_model,

@@ -22,7 +22,14 @@ class WrongVersion(Exception):
 class Capture:
     """What one request brought back."""
 
-    def __init__(self, completion_id: str, wants: Wants, served_model: str, shown: str, n: int):
+    def __init__(
+        self, completion_id: str, wants: Wants, served_model: str | None, shown: str, n: int
+    ):
+        """Nothing has come yet.
+
+        Args:
+            served_model: what must answer; None where any model may.
+        """
         self.id = completion_id
         self.wants = wants
         self.expected = served_model
@@ -99,7 +106,7 @@ class Capture:
 
     def _check_model(self, answer: Json) -> None:
         self.served_model = answer.get("model")
-        if self.served_model != self.expected:
+        if self.expected is not None and self.served_model != self.expected:
             raise WrongVersion(f"asked for {self.expected}, vLLM answered as {self.served_model}")
 
     def _take_choice(self, choice: Json) -> bool:

@@ -13,6 +13,9 @@ from sqlalchemy.engine import URL
 
 _MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
+_CONNECT_SECONDS = 3
+"""For a connection to PostgreSQL; its driver alone would wait for more than two minutes."""
+
 
 class Database:
     """The trajectory database.
@@ -76,7 +79,8 @@ def _create_engine(url: URL) -> Engine:
         "pool_pre_ping": url.get_backend_name() != "sqlite",
     }
     if url.get_backend_name() != "sqlite":
-        return create_engine(url, **options, pool_size=10, max_overflow=20)
+        timeout = {} if "connect_timeout" in url.query else {"connect_timeout": _CONNECT_SECONDS}
+        return create_engine(url, **options, connect_args=timeout, pool_size=10, max_overflow=20)
     engine = create_engine(url, **options, connect_args={"check_same_thread": False, "timeout": 60})
 
     @event.listens_for(engine, "connect")

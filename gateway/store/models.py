@@ -190,6 +190,18 @@ class Completion(Base):
         ),
         Index("ix_completions_trajectory", "project", "trajectory_id", "created_at"),
         Index("ix_completions_created", "project", "created_at"),
+        Index("ix_completions_policy", "project", "policy", "id"),
+        # Any key of `client_metadata` may be asked for. PostgreSQL indexes them all; SQLite reads
+        # this index instead of the rows, whose prompts and messages lie before the metadata.
+        Index("ix_completions_metadata", "project", "id", "client_metadata").ddl_if(
+            dialect="sqlite"
+        ),
+        Index(
+            "ix_completions_metadata_keys",
+            "client_metadata",
+            postgresql_using="gin",
+            postgresql_ops={"client_metadata": "jsonb_path_ops"},
+        ).ddl_if(dialect="postgresql"),
     )
 
 
@@ -306,3 +318,20 @@ class Event(Base):
     at: Mapped[float]
 
     __table_args__ = (Index("ix_events_policy", "project", "policy", "id"),)
+
+
+class ApiKey(Base):
+    """A key of a project; only its digest is kept."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    project: Mapped[str]
+    name: Mapped[str]
+    digest: Mapped[bytes] = mapped_column(unique=True)
+    scopes: Mapped[str]
+    """Comma-separated: `inference`, `reward`, `read`, `admin`."""
+    created_at: Mapped[float]
+    revoked_at: Mapped[float | None]
+
+    __table_args__ = (Index("ix_api_keys_project", "project"),)

@@ -23,6 +23,20 @@ class Lora(BaseModel):
     """Last parts of the names of the linear layers that are adapted."""
 
 
+class Sampling(BaseModel):
+    """What a request gets that says nothing itself; the defaults are the model's own distribution.
+
+    A client may ask for something else; that is recorded, and what it does to training is said by
+    the completion's reason.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+
+
 class PolicySettings(BaseModel):
     """How a policy's trajectories are grouped, rewarded and trained on."""
 
@@ -51,6 +65,9 @@ class PolicySettings(BaseModel):
 
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each named reward in the sum; 1 for those not named here."""
+
+    sampling: Sampling = Field(default_factory=Sampling)
+    """Sampling of requests that do not say it themselves."""
 
     side_calls: list[str] = Field(default_factory=list)
     """Regular expressions: requests whose system prompt matches one, such as a request for a

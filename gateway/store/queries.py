@@ -46,6 +46,12 @@ def policies(connection: Connection, project: str) -> list[Row]:
     return [dict(row) for row in connection.execute(query).mappings()]
 
 
+def all_policies(connection: Connection) -> list[Row]:
+    """The policies of all projects, by project and name."""
+    query = select(Policy.__table__).order_by(Policy.project, Policy.name)
+    return [dict(row) for row in connection.execute(query).mappings()]
+
+
 def policy(connection: Connection, project: str, name: str) -> Row | None:
     """One policy."""
     query = select(Policy.__table__).where(Policy.project == project, Policy.name == name)
@@ -312,7 +318,8 @@ def reward_of(row: RowMapping) -> StoredReward:
         completion_id=row["completion_id"],
         choice=row["choice"],
         name=row["name"],
-        reward=row["reward"],
+        # SQLite gives a whole number that was just inserted back as an integer.
+        reward=float(row["reward"]),
         comment=row["comment"],
         metadata=row["details"],
         source=row["source"],

@@ -2,10 +2,23 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    Text,
+    and_,
+    any_,
+    literal,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.postgresql import ARRAY
 
 from gateway.store import codec
 from gateway.store.ids import new_id
@@ -27,9 +40,24 @@ class NewReward:
     metadata: dict[str, Any] | None = None
     idempotency_key: str | None = None
     source: str = "api"
+    # Known before the first attempt to store it, so that a second one finds what the first left.
+    id: str = field(default_factory=lambda: new_id("reward-"))
+    created_at: float = field(default_factory=time.time)
 
 
-class UnknownTarget(Exception):
+@dataclass(slots=True, frozen=True)
+class RewardList:
+    """Rewards that are stored together or not at all."""
+
+    project: str
+    rewards: Sequence[NewReward]
+
+
+class RewardRefused(Exception):
+    """Rewards that cannot be stored; what else is written with them can."""
+
+
+class UnknownTarget(RewardRefused):
     """A reward names something that is not in the database; `param` says which field."""
 
     def __init__(self, index: int, param: str, name: str):
@@ -39,7 +67,7 @@ class UnknownTarget(Exception):
         self.name = name
 
 
-class IdempotencyConflict(Exception):
+class IdempotencyConflict(RewardRefused):
     """The same idempotency key came with another body."""
 
     def __init__(self, index: int, key: str):
@@ -83,16 +111,11 @@ def _post(
         ]
     )
     if reward.idempotency_key is not None:
-        query = select(Reward.__table__).where(
-            Reward.project == project, Reward.idempotency_key == reward.idempotency_key
-        )
-        earlier = connection.execute(query).mappings().one_or_none()
+        earlier = _earlier(connection, project, reward)
         if earlier is not None:
-            if earlier["body_digest"] != digest:
-                raise IdempotencyConflict(index, reward.idempotency_key)
-            return reward_of(earlier), False
+            return _repeat(earlier, index, reward, digest), False
     row = {
-        "id": new_id("reward-"),
+        "id": reward.id,
         "project": project,
         "trajectory_id": trajectory_id,
         "completion_id": reward.completion_id,
@@ -104,12 +127,32 @@ def _post(
         "source": reward.source,
         "idempotency_key": reward.idempotency_key,
         "body_digest": digest,
-        "created_at": time.time(),
+        "created_at": reward.created_at,
     }
-    stored = connection.execute(insert(Reward).values(row).returning(Reward.__table__))
-    record = reward_of(stored.mappings().one())
-    _wake(connection, project, trajectory_id, record.created_at)
-    return record, True
+    insert: Any = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    statement = insert(Reward).values(row).on_conflict_do_nothing().returning(Reward.__table__)
+    stored = connection.execute(statement).mappings().one_or_none()
+    if stored is None:
+        # Stored by an attempt whose end was not seen, or by another gateway at this moment.
+        earlier = _earlier(connection, project, reward)
+        assert earlier is not None
+        return _repeat(earlier, index, reward, digest), False
+    _wake(connection, project, trajectory_id, time.time())
+    return reward_of(stored), True
+
+
+def _earlier(connection: Connection, project: str, reward: NewReward) -> RowMapping | None:
+    same: ColumnElement[bool] = Reward.id == reward.id
+    if reward.idempotency_key is not None:
+        key = and_(Reward.project == project, Reward.idempotency_key == reward.idempotency_key)
+        same = or_(same, key)
+    return connection.execute(select(Reward.__table__).where(same)).mappings().first()
+
+
+def _repeat(earlier: RowMapping, index: int, reward: NewReward, digest: bytes) -> StoredReward:
+    if earlier["body_digest"] != digest:
+        raise IdempotencyConflict(index, str(reward.idempotency_key))
+    return reward_of(earlier)
 
 
 def _target(connection: Connection, project: str, index: int, reward: NewReward) -> str:
@@ -135,6 +178,27 @@ def _target(connection: Connection, project: str, index: int, reward: NewReward)
         if connection.execute(choice).first() is None:
             raise UnknownTarget(index, "choice", str(reward.choice))
     return found
+
+
+def known_targets(connection: Connection, lists: Sequence[RewardList]) -> list[bool]:
+    """For each list whether all of its completions and trajectories are there; PostgreSQL only."""
+
+    def known(ids: set[str], project: Any, column: Any) -> set[tuple[str, str]]:
+        # One array is one parameter, however many ids are in it.
+        query = select(project, column).where(column == any_(literal(list(ids), ARRAY(Text))))
+        return {(row[0], row[1]) for row in connection.execute(query)}
+
+    targets = [
+        [(each.project, r.completion_id, r.trajectory_id) for r in each.rewards] for each in lists
+    ]
+    completions = {c for of_list in targets for _, c, _ in of_list if c is not None}
+    trajectories = {t for of_list in targets for _, _, t in of_list if t is not None}
+    known_completions = known(completions, Completion.project, Completion.id)
+    known_trajectories = known(trajectories, Trajectory.project, Trajectory.id)
+    return [
+        all((p, c) in known_completions or (p, t) in known_trajectories for p, c, t in of_list)
+        for of_list in targets
+    ]
 
 
 def _wake(connection: Connection, project: str, trajectory_id: str, now: float) -> None:

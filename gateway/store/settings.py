@@ -56,6 +56,10 @@ class StoreSettings(TomlSettings):
     commit_queue: int = Field(default=10_000, ge=1)
     """Writes that may wait for a commit before further ones are refused."""
 
+    journal_pending_days: float = Field(default=7.0, gt=0)
+    """Days for which a reward that was accepted while PostgreSQL was away waits for its completion
+    to come, from another gateway's journal, before it is rejected with an error in the log."""
+
     def url(self) -> str:
         """The database URL with the default filled in."""
         return self.database_url or f"sqlite:///{self.data_dir / 'strop.db'}"

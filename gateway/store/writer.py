@@ -2,22 +2,28 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Insert, bindparam, func, update
+from sqlalchemy import Connection, Insert, bindparam, func, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from gateway.store import rewards
 from gateway.store.database import Database
+from gateway.store.journal import Journal, Mover, connection_lost, packed
 from gateway.store.models import Base, Choice, Completion, Group, Trajectory
-from gateway.store.records import CapturedCompletion, Tail
+from gateway.store.records import CapturedCompletion, StoredReward, Tail
+from gateway.store.rewards import NewReward, RewardList, RewardRefused
 from gateway.store.rows import EncodedCompletion, Row, encode
 
 T = TypeVar("T")
 Operation = Callable[[Connection], Any]
-_Item = tuple[EncodedCompletion | Operation, "Future[Any]"]
+_Work = EncodedCompletion | RewardList | Operation
+_Item = tuple[_Work, "Future[Any]"]
+
+_DAY = 86_400.0
 
 _MARK_CONTINUED = (
     update(Choice)
@@ -36,15 +42,33 @@ class Writer:
     A thread of its own takes whatever has gathered while the last commit ran, writes it with a
     few multi-row statements and commits once. A caller goes on when its own write is durable. A
     write that fails alone fails only its caller: the batch is then repeated one by one.
+
+    With a journal, completions and rewards are committed there while the database is away, and
+    until what is in it has been moved.
     """
 
-    def __init__(self, database: Database, batch: int = 512, limit: int = 10_000):
+    def __init__(
+        self,
+        database: Database,
+        batch: int = 512,
+        limit: int = 10_000,
+        journal: Journal | None = None,
+        journal_pending_days: float = 7.0,
+    ):
         self._database = database
         self._batch = batch
         self._limit = limit
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._pending = 0
         self._statements = _Statements(database.is_sqlite)
+        self.journal = journal
+        self._mover = None
+        if journal is not None:
+            # Twice as many leave the journal in a turn as can enter it, so that it gets empty
+            # however much is coming in.
+            self._mover = Mover(
+                journal, self._transaction, self._ping, 2 * batch, journal_pending_days * _DAY
+            )
         self._thread = threading.Thread(target=self._run, name="strop-writer", daemon=True)
         self.commits = 0
         self.writes = 0
@@ -73,6 +97,17 @@ class Writer:
         await self._submit(encoded)
         return encoded.tails
 
+    async def post_rewards(
+        self, project: str, posted: Sequence[NewReward]
+    ) -> tuple[list[StoredReward], bool] | None:
+        """Store rewards as `rewards.post` does; None: they are in the journal, not checked yet.
+
+        Raises:
+            RewardRefused, QueueFull: nothing was stored.
+        """
+        result = await self._submit(RewardList(project, posted))
+        return cast(tuple[list[StoredReward], bool] | None, result)
+
     async def run(self, operation: Callable[[Connection], T]) -> T:
         """Run `operation` inside the shared transaction; returns its result once durable.
 
@@ -80,7 +115,7 @@ class Writer:
         """
         return cast(T, await self._submit(operation))
 
-    async def _submit(self, work: EncodedCompletion | Operation) -> Any:
+    async def _submit(self, work: _Work) -> Any:
         if self.full:
             raise QueueFull(f"{self._pending} writes are waiting for a commit")
         self._pending += 1
@@ -97,11 +132,19 @@ class Writer:
             items, ended = self._gather()
             if items:
                 self._commit(items)
+            if self._mover is not None:
+                self._mover.turn()
             if ended:
-                return
+                break
+        if self._mover is not None:
+            self._mover.finish()
+            self._mover.journal.close()
 
     def _gather(self) -> tuple[list[_Item], bool]:
-        first = self._queue.get()
+        try:
+            first = self._queue.get(timeout=self._mover.wait() if self._mover else None)
+        except Empty:
+            return [], False
         if first is None:
             return [], True
         items = [first]
@@ -113,30 +156,84 @@ class Writer:
         return items, False
 
     def _commit(self, items: list[_Item]) -> None:
+        if self._mover is not None and self._mover.takes_over:
+            self._commit_to_journal(self._mover, items)
+            return
         try:
             results = self._transaction([work for work, _ in items])
         except Exception as error:
-            if len(items) == 1:
+            if self._mover is not None and connection_lost(error):
+                self._mover.lost(error)
+                self._commit_to_journal(self._mover, items)
+            elif len(items) == 1:
                 items[0][1].set_exception(error)
-                return
-            for item in items:
-                self._commit([item])
+            else:
+                for item in items:
+                    self._commit([item])
             return
-        for (_, future), result in zip(items, results, strict=True):
-            future.set_result(result)
+        _resolve(items, results)
 
-    def _transaction(self, works: list[EncodedCompletion | Operation]) -> list[Any]:
+    def _commit_to_journal(self, mover: Mover, items: list[_Item]) -> None:
+        kept: list[_Item] = []
+        entries = []
+        for item in items:
+            work, future = item
+            away = mover.away
+            try:
+                if isinstance(work, (EncodedCompletion, RewardList)):
+                    entries.append(packed(work))
+                    kept.append(item)
+                elif away is not None:
+                    future.set_exception(away)
+                else:
+                    # The database is back and the journal not yet empty.
+                    future.set_result(self._transaction([work])[0])
+            except Exception as error:
+                future.set_exception(error)
+        if not kept:
+            return
+        try:
+            mover.journal.append(entries)
+        except Exception as error:
+            for _, future in kept:
+                future.set_exception(error)
+            return
+        _resolve(kept, [None] * len(kept))
+
+    def _transaction(self, works: Sequence[_Work]) -> list[Any]:
         with self._database.write() as connection:
             encoded = [work for work in works if isinstance(work, EncodedCompletion)]
             if encoded:
                 self._statements.insert(connection, encoded)
-            # Operations come last: they may refer to the completions of this very batch.
-            results = [
-                None if isinstance(work, EncodedCompletion) else work(connection) for work in works
-            ]
+            # The others come last: they may refer to the completions of this very batch.
+            results = [_perform(connection, work) for work in works]
         self.commits += 1
         self.writes += len(works)
         return results
+
+    def _ping(self) -> None:
+        with self._database.read() as connection:
+            connection.execute(text("SELECT 1"))
+
+
+def _perform(connection: Connection, work: _Work) -> Any:
+    if isinstance(work, EncodedCompletion):
+        return None
+    if not isinstance(work, RewardList):
+        return work(connection)
+    try:
+        return rewards.post(connection, work.project, work.rewards)
+    except RewardRefused as refusal:
+        # It left nothing behind, and nobody else has to wait for a second attempt.
+        return refusal
+
+
+def _resolve(items: list[_Item], results: list[Any]) -> None:
+    for (_, future), result in zip(items, results, strict=True):
+        if isinstance(result, RewardRefused):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
 
 
 class _Statements:

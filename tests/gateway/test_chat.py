@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from openai import APIError, APIStatusError, BadRequestError, NotFoundError, OpenAI
 
+from gateway.settings import PolicyConfig
 from gateway.store import queries
 from tests.gateway.conftest import MakeStrop, Running
 from tests.toy_vllm.model import chat_prompt, encode
@@ -322,6 +323,22 @@ async def test_biased_sampling_is_served_and_marked(strop: Running):
     )
     row = stored(strop, reply.id)
     assert (row.reason, row.sampling["temperature"]) == (None, 0.7)
+
+
+async def test_a_policy_says_how_to_sample_what_does_not_say_it_itself(make_strop: MakeStrop):
+    config = PolicyConfig(sampling={"temperature": 0.5, "max_tokens": 4})
+    async with make_strop(policies={"agent": config}) as strop:
+        reply = await strop.client.chat.completions.create(model="agent", messages=ASK)
+        row = stored(strop, reply.id)
+        assert (row.sampling["temperature"], row.reason) == (0.5, None)
+        assert "asked" not in row.sampling
+        assert reply.usage.completion_tokens <= 4
+        reply = await strop.client.chat.completions.create(
+            model="agent", messages=ASK, max_completion_tokens=2, temperature=1.5
+        )
+        row = stored(strop, reply.id)
+        assert (row.sampling["temperature"], row.sampling["asked"]) == (1.5, ["temperature"])
+        assert reply.usage.completion_tokens <= 2
 
 
 async def test_no_vllm_is_a_503_with_retry_after(strop: Running):

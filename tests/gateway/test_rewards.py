@@ -34,6 +34,7 @@ async def test_a_reward_is_stored_and_shown(strop: Running, completion: str):
         "/v1/rewards", {"trajectory_id": shown["strop"]["trajectory_id"], "reward": 1}
     )
     assert status == 201
+    assert isinstance(body["reward"], float)
     with strop.gateway.database.read() as connection:
         trajectory = queries.trajectory(connection, "default", shown["strop"]["trajectory_id"])
     assert [reward.reward for reward in trajectory.rewards] == [0.5, 1.0]

@@ -126,6 +126,19 @@ def model_card(
     }
 
 
+def embeddings(given: str | list[str], model: str) -> dict[str, Any]:
+    """The body of embeddings: how often each of four letters is in a text."""
+    texts = [given] if isinstance(given, str) else given
+    data = [
+        {"index": index, "object": "embedding", "embedding": [float(text.count(c)) for c in "aeio"]}
+        for index, text in enumerate(texts)
+    ]
+    length = sum(map(len, texts))
+    usage = {"prompt_tokens": length, "total_tokens": length, "completion_tokens": 0}
+    head = {"id": f"embd-{uuid.uuid4().hex[:16]}", "object": "list", "created": int(time.time())}
+    return {**head, "model": model, "data": data, "usage": {**usage, "prompt_tokens_details": None}}
+
+
 def _token(token: int, logprob: float) -> dict[str, Any]:
     raw = TOKENS[token]
     return {"token": raw.decode(errors="replace"), "logprob": logprob, "bytes": list(raw)}

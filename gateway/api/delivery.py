@@ -1,0 +1,36 @@
+"""What all surfaces do at their end: commit, and only then answer."""
+
+import logging
+import time
+
+from gateway.errors import ApiError
+from gateway.gateway import Gateway
+from gateway.store.records import CapturedCompletion
+from gateway.store.writer import QueueFull
+
+log = logging.getLogger("strop.chat")
+
+JSON = (b"content-type", b"application/json")
+EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+
+async def store(gateway: Gateway, captured: CapturedCompletion) -> None:
+    """Commit a completion, and remember what the next turn may continue.
+
+    Raises:
+        ApiError: it is not in the database, and must not be answered.
+    """
+    captured.finished_at = captured.finished_at or time.time()
+    try:
+        tails = await gateway.writer.store(captured)
+    except QueueFull as error:
+        raise ApiError(429, f"{error}. Try again in a second.", retry_after=1) from None
+    except Exception as error:
+        log.exception("%s was not stored", captured.id)
+        raise ApiError(
+            500,
+            f"The completion could not be logged ({type(error).__name__}), so it is not served. "
+            "strop's log says more.",
+            code="not_logged",
+        ) from error
+    gateway.placements.threads.add(captured.project, tails)

@@ -1,0 +1,66 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's surface, with its errors."""
+
+from collections.abc import Awaitable, Callable
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.chat import answer
+from gateway.api.embeddings import forward
+from gateway.capture import translate_messages
+from gateway.capture.request import check_chat, parse_body
+from gateway.capture.translate import Json, Translated, litellm
+from gateway.capture.translate_messages import MessagesSurface, error_body
+from gateway.errors import ApiError, json_response
+from gateway.gateway import Gateway, gateway_in
+from gateway.http import ClientGone, read_body, unless_hung_up
+
+Answer = Callable[[Gateway, Json, Scope, Receive, Send], Awaitable[None]]
+
+
+class Messages:
+    """One of the endpoints, as a plain ASGI application."""
+
+    def __init__(self, way: Answer):
+        self._way = way
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        gateway = gateway_in(scope)
+        try:
+            raw = await read_body(receive, gateway.settings.max_body_bytes)
+            await self._way(gateway, parse_body(raw), scope, receive, send)
+        except ClientGone:
+            return
+        except ApiError as error:
+            headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+            response = json_response(error_body(error), error.status, headers)
+            await response(scope, receive, send)
+
+
+async def create(
+    gateway: Gateway, request: Json, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """A message, sampled and logged as a chat completion."""
+    translate_messages.check(request)
+    module = await litellm(translate_messages.MODULE)
+    body, short_names = translate_messages.chat_request(module, request)
+    types = await litellm(translate_messages.TYPES)
+    surface = MessagesSurface(module, types, short_names)
+    await answer(gateway, scope, receive, Translated(send, surface), body)
+
+
+async def count_tokens(
+    gateway: Gateway, request: Json, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """How long the prompt of a message would be: what vLLM's own tokeniser and template make."""
+    translate_messages.check(request, counting=True)
+    module = await litellm(translate_messages.MODULE)
+    body, _ = translate_messages.chat_request(module, request)
+    check_chat(body)
+    prompt: Json = {name: body[name] for name in ("model", "messages", "tools") if name in body}
+
+    async def work() -> None:
+        counted = await forward(gateway, "/tokenize", prompt)
+        await json_response({"input_tokens": counted["count"]})(scope, receive, send)
+
+    await unless_hung_up(receive, work())

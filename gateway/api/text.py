@@ -1,0 +1,327 @@
+"""`POST /v1/completions`: OpenAI's first surface, text after text, without messages.
+
+A completion is logged for each prompt, because a completion has one prompt; the task of its group
+is the prompt. A list of prompts is streamed one after the other, and answered at once otherwise.
+"""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.delivery import EVENTS, JSON, store
+from gateway.backends.vllm import Replica, error_message
+from gateway.capture.attribution import read_claims
+from gateway.capture.request import Wants, parse_body, sampling_of, upstream_body
+from gateway.capture.streaming import DONE, BrokenStream, encode, relay
+from gateway.capture.tokens import Json, WrongVersion
+from gateway.capture.translate_text import TextCapture
+from gateway.catalog import served_version
+from gateway.errors import ApiError, invalid
+from gateway.gateway import Gateway, gateway_in
+from gateway.http import ClientGone, read_body, send_body, send_start, unless_hung_up
+from gateway.store.ids import new_id
+from gateway.store.records import CapturedCompletion
+
+_MOST_PROMPTS = 256
+_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p")
+_KINDS = (
+    *(("stream", bool), ("echo", bool), ("return_token_ids", bool)),
+    *(("metadata", dict), ("stream_options", dict)),
+)
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One prompt on its way to vLLM and back."""
+
+    captured: CapturedCompletion
+    capture: TextCapture
+    upstream: Json
+    served_name: str
+    biased: bool
+
+
+class TextCompletions:
+    """The endpoint, as a plain ASGI application."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; errors go to the application's handlers."""
+        gateway = gateway_in(scope)
+        try:
+            raw = await read_body(receive, gateway.settings.max_body_bytes)
+        except ClientGone:
+            return
+        body = parse_body(raw)
+        prompts = _prompts(body)
+        n = body.get("n") or 1
+        exchanges = [
+            await _prepare(gateway, scope, body, prompt, index * n)
+            for index, prompt in enumerate(prompts)
+        ]
+        way = _stream if body.get("stream") else _whole
+        await unless_hung_up(receive, way(gateway, exchanges, body, send))
+
+
+def _prompts(body: Json) -> list[str | list[int]]:
+    """The prompts of a request, checked as far as vLLM does not.
+
+    Raises:
+        ApiError: naming the field.
+    """
+    if not isinstance(body.get("model"), str):
+        raise invalid("You must name a model: set `model`.", "model")
+    for name, kind in _KINDS:
+        if body.get(name) is not None and not isinstance(body[name], kind):
+            raise invalid(f"`{name}` has the wrong type.", name, "invalid_type")
+    for name in _NUMBERS:
+        if body.get(name) is not None and not _is_number(body[name], float):
+            raise invalid(f"`{name}` must be a number.", name, "invalid_type")
+    for name, least in (("n", 1), ("max_tokens", 0), ("logprobs", 0)):
+        value = body.get(name)
+        if value is not None and (not _is_number(value, int) or value < least):
+            raise invalid(f"`{name}` must be a whole number of at least {least}.", name)
+    if (body.get("best_of") or 1) > (body.get("n") or 1):
+        raise invalid("`best_of` is not supported: what it hides could not be logged.", "best_of")
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise invalid("`prompt` must be a text, token ids, or a list of either.", "prompt")
+    if all(_is_number(token, int) for token in prompt):
+        return [prompt]
+    if len(prompt) > _MOST_PROMPTS:
+        raise invalid(f"At most {_MOST_PROMPTS} prompts go into one request.", "prompt")
+    for index, item in enumerate(prompt):
+        ids = isinstance(item, list) and item and all(_is_number(token, int) for token in item)
+        if not ids and not isinstance(item, str):
+            raise invalid(f"prompt[{index}] must be a text or token ids.", f"prompt[{index}]")
+    return prompt
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    numbers = (int,) if kind is int else (int, float)
+    return isinstance(value, numbers) and not isinstance(value, bool)
+
+
+async def _prepare(
+    gateway: Gateway, scope: Scope, body: Json, prompt: str | list[int], first: int
+) -> Exchange:
+    if gateway.writer.full:
+        raise ApiError(429, "The log cannot keep up. Try again in a second.", retry_after=1)
+    policy, pinned = gateway.publisher.catalog.find(gateway.project, body["model"])
+    metadata = body.get("metadata") or {}
+    claims = read_claims(scope["path_params"], Headers(scope=scope), metadata)
+    # Only for the task: what is logged has no messages.
+    asked = [{"role": "user", "content": prompt}]
+    placement = await gateway.placements.find(gateway.project, policy.name, claims, asked, None)
+    versions = placement.place.versions
+    version, served_name = served_version(policy, pinned, versions.get(policy.name))
+    versions.setdefault(policy.name, version)
+    sampling, biased = sampling_of(body, policy.sampling)
+    try:
+        upstream = upstream_body(body, served_name, sampling, policy.sampling)
+    except TypeError as error:
+        raise invalid(str(error)) from None
+    # Here it is a number: of alternatives to each token that was sampled, whose own comes anyway.
+    upstream.update(prompt=prompt, logprobs=body.get("logprobs") or 0)
+    del upstream["top_logprobs"]
+    captured = CapturedCompletion(
+        id=new_id("cmpl-"),
+        project=gateway.project,
+        trajectory=placement.ref,
+        policy=policy.name,
+        version=version,
+        trained=True,
+        messages=[],
+        request={**body, "prompt": prompt},
+        stream=bool(body.get("stream")),
+        created_at=time.time(),
+        sampling=sampling,
+        client_metadata=metadata or None,
+        reason="side_call" if claims.train is False else None,
+    )
+    wants = Wants(
+        logprobs=body.get("logprobs") is not None,
+        token_ids=bool(body.get("return_token_ids")),
+        stream=captured.stream,
+        usage=False,
+    )
+    shown = f"{policy.name}@{version}"
+    capture = TextCapture(captured.id, wants, served_name, shown, body.get("n") or 1, first)
+    return Exchange(captured, capture, upstream, served_name, biased)
+
+
+async def _whole(gateway: Gateway, exchanges: list[Exchange], body: Json, send: Send) -> None:
+    try:
+        async with asyncio.TaskGroup() as group:
+            for exchange in exchanges:
+                group.create_task(_one(gateway, exchange))
+    except* ApiError as failures:
+        first = failures.exceptions[0]
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+    answers = [exchange.capture.response for exchange in exchanges]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    answer = {**answers[0], "choices": choices, "usage": _usage(exchanges)}
+    await send_start(send, 200, [JSON, *_headers(exchanges[0])])
+    await send_body(send, orjson.dumps(answer))
+
+
+async def _one(gateway: Gateway, exchange: Exchange) -> None:
+    async with _logged(gateway, exchange) as response:
+        exchange.capture.take_body(orjson.loads(await response.read()))
+    await _complete(gateway, exchange)
+
+
+async def _stream(gateway: Gateway, exchanges: list[Exchange], body: Json, send: Send) -> None:
+    started = False
+
+    async def show(event: bytes) -> None:
+        nonlocal started
+        if not started:
+            await send_start(send, 200, [*EVENTS, *_headers(exchanges[0])])
+            started = True
+        await send_body(send, event, more=True)
+
+    try:
+        for exchange in exchanges:
+            async with _logged(gateway, exchange) as response:
+                async for event in relay(response.content, exchange.capture):
+                    exchange.captured.first_token_at = (
+                        exchange.captured.first_token_at or time.time()
+                    )
+                    await show(event)
+            exchange.capture.assemble()
+            await _complete(gateway, exchange)
+            for event in exchange.capture.held:
+                await show(event)
+    except ApiError as failure:
+        if not started:
+            raise
+        await send_body(send, encode(failure.body()))
+        return
+    if (body.get("stream_options") or {}).get("include_usage"):
+        last = {**exchanges[0].capture.response, "choices": [], "usage": _usage(exchanges)}
+        await show(encode(last))
+    await send_body(send, DONE)
+
+
+class _logged:
+    """The response to a prompt; whatever goes wrong is in the log before it is raised.
+
+    Raises:
+        ApiError: what the client is told.
+    """
+
+    def __init__(self, gateway: Gateway, exchange: Exchange):
+        self._gateway = gateway
+        self._exchange = exchange
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            return await self._open()
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
+
+    async def __aexit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        await self._stack.aclose()
+        if error is None:
+            return
+        captured, capture = self._exchange.captured, self._exchange.capture
+        if capture.choices:
+            capture.assemble()
+        _take(self._exchange)
+        failure = _failure(error)
+        captured.status = "aborted" if failure is None or failure.code == "broke" else "error"
+        captured.http_status = failure.status if failure is not None else 499
+        captured.reason = "wrong_version" if isinstance(error, WrongVersion) else "aborted"
+        if failure is not None and not capture.choices:
+            captured.response = {"error": {"message": failure.message}}
+        await store(self._gateway, captured)
+        if failure is not None and failure is not error:
+            raise failure from error
+
+    async def _open(self) -> aiohttp.ClientResponse:
+        gateway, exchange = self._gateway, self._exchange
+        failed: Replica | None = None
+        for _ in range(2):
+            trajectory = exchange.captured.trajectory.id
+            replica = gateway.pool.choose(exchange.served_name, trajectory, failed)
+            if replica is None:
+                break
+            exchange.captured.replica = replica.url
+            try:
+                response = await self._stack.enter_async_context(
+                    replica.post("/v1/completions", exchange.upstream, exchange.served_name)
+                )
+            except aiohttp.ClientConnectorError as error:
+                replica.lost(str(error))
+                gateway.publisher.poke()
+                failed = replica
+                continue
+            if response.status >= 400:
+                raise ApiError(response.status, error_message(await response.read()))
+            return response
+        raise ApiError(503, "No vLLM replica answers; GET /readyz says why.", retry_after=2)
+
+
+def _failure(error: BaseException) -> ApiError | None:
+    """What a client is told; None if it is gone."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, WrongVersion):
+        return ApiError(502, str(error), code="wrong_version")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "vLLM did not answer in time. Send the request again.", code="broke")
+    if isinstance(error, aiohttp.ClientError | BrokenStream | ValueError | KeyError | TypeError):
+        message = f"vLLM broke off: {error or type(error).__name__}. Send the request again."
+        return ApiError(502, message, code="broke")
+    return None
+
+
+def _take(exchange: Exchange) -> None:
+    captured, capture = exchange.captured, exchange.capture
+    captured.served_model = capture.served_model
+    captured.prompt_ids = capture.prompt_ids
+    captured.choices = [capture.choices[index] for index in sorted(capture.choices)]
+    captured.response = capture.response or None
+    if capture.usage is not None:
+        captured.prompt_tokens = capture.usage.get("prompt_tokens")
+        captured.completion_tokens = capture.usage.get("completion_tokens")
+    captured.finished_at = time.time()
+
+
+async def _complete(gateway: Gateway, exchange: Exchange) -> None:
+    """Commit the completion, with what keeps it from being trained on."""
+    _take(exchange)
+    if exchange.captured.reason is None:
+        if exchange.capture.disagreement() is not None:
+            exchange.captured.reason = "no_token_ids"
+        elif exchange.biased:
+            exchange.captured.reason = "biased_sampling"
+    await store(gateway, exchange.captured)
+
+
+def _headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    captured = exchange.captured
+    return [
+        (b"x-strop-completion", captured.id.encode()),
+        (b"x-strop-trajectory", captured.trajectory.id.encode("latin-1", "replace")),
+        (b"x-strop-version", exchange.capture.shown.encode("latin-1", "replace")),
+    ]
+
+
+def _usage(exchanges: list[Exchange]) -> Json:
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    used = [exchange.capture.usage or {} for exchange in exchanges]
+    return {name: sum(usage.get(name) or 0 for usage in used) for name in names}

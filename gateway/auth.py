@@ -1,0 +1,180 @@
+"""Who is asking: a key's project and what it may do.
+
+Without any key strop is open to this machine and to nobody else. A key is looked up by its digest;
+what was found is remembered for a few seconds, so that a revoked key is refused soon and the
+database is not asked for every request.
+"""
+
+import asyncio
+import hmac
+import ipaddress
+import re
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.capture.translate_messages import error_body
+from gateway.errors import ApiError, json_response
+from gateway.store import Database, keys
+from gateway.store.models import DEFAULT_PROJECT
+
+_REMEMBERED_SECONDS = 5.0
+_REMEMBERED = 10_000
+_OPEN = frozenset({"/healthz", "/readyz"})
+
+# What a route needs, the first that fits; whatever is not here needs `admin`.
+_NEEDS = (
+    ("POST", r"(/rollouts/[^/]+/[^/]+)?/v1/(chat/completions|completions|responses|messages|"
+             r"messages/count_tokens|embeddings)", "inference"),
+    ("GET", r"(/rollouts/[^/]+/[^/]+)?/v1/models(/.*)?", "inference"),
+    ("POST", r"/v1/rewards", "reward"),
+    ("GET", r"/.*", "read"),
+)  # fmt: skip
+_ROUTES = [(method, re.compile(path), scope) for method, path, scope in _NEEDS]
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Somebody who may do something in a project."""
+
+    project: str
+    scopes: frozenset[str]
+
+
+EVERYTHING = Principal(DEFAULT_PROJECT, frozenset(keys.SCOPES))
+
+
+def needed_scope(method: str, path: str) -> str:
+    """The scope that a request needs."""
+    for of_method, pattern, scope in _ROUTES:
+        if method in (of_method, "HEAD" if of_method == "GET" else of_method) and (
+            pattern.fullmatch(path)
+        ):
+            return scope
+    return "admin"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, is this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Authenticator:
+    """Looks keys up, and remembers what it found for a few seconds."""
+
+    def __init__(self, database: Database, admin_key: str = ""):
+        self._database = database
+        self._admin = keys.digest(admin_key) if admin_key else None
+        self._known: OrderedDict[bytes, tuple[float, Principal | None]] = OrderedDict()
+        self._keys_exist = (0.0, False)
+
+    async def principal(self, headers: Headers, client: str) -> Principal:
+        """Who sends a request.
+
+        Raises:
+            ApiError: 401 without a valid key; 403 from elsewhere while there are no keys.
+        """
+        secret = _secret(headers)
+        if not await self._needed():
+            if not is_loopback(client):
+                raise ApiError(
+                    403,
+                    "strop has no keys yet and so answers only its own machine. Make one with "
+                    "`strop keys create`.",
+                    code="no_keys",
+                )
+            return EVERYTHING
+        if secret is None:
+            raise ApiError(
+                401,
+                "A key is needed: send `Authorization: Bearer sk-strop-…`. "
+                "`strop keys create` makes one.",
+                code="missing_api_key",
+            )
+        found = await self._find(keys.digest(secret))
+        if found is None:
+            raise ApiError(401, "This key is not known, or was revoked.", code="invalid_api_key")
+        return found
+
+    async def _needed(self) -> bool:
+        if self._admin is not None:
+            return True
+        asked_at, exist = self._keys_exist
+        if not exist and time.monotonic() - asked_at > _REMEMBERED_SECONDS:
+            exist = await asyncio.to_thread(self._ask_whether_keys_exist)
+            self._keys_exist = (time.monotonic(), exist)
+        return exist
+
+    async def _find(self, digest: bytes) -> Principal | None:
+        if self._admin is not None and hmac.compare_digest(digest, self._admin):
+            return EVERYTHING
+        now = time.monotonic()
+        known = self._known.get(digest)
+        if known is not None and now - known[0] < _REMEMBERED_SECONDS:
+            return known[1]
+        found = await asyncio.to_thread(self._look_up, digest)
+        self._known[digest] = (now, found)
+        self._known.move_to_end(digest)
+        if len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return found
+
+    def _look_up(self, digest: bytes) -> Principal | None:
+        with self._database.read() as connection:
+            key = keys.find(connection, digest)
+        return Principal(key.project, key.scopes) if key is not None else None
+
+    def _ask_whether_keys_exist(self) -> bool:
+        with self._database.read() as connection:
+            return keys.any_exist(connection)
+
+
+def _secret(headers: Headers) -> str | None:
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and value.strip():
+        return value.strip()
+    # Anthropic's clients send their key so.
+    return headers.get("x-api-key")
+
+
+def _refusal(error: ApiError, path: str) -> Response:
+    """The answer, in the format of the surface that was asked."""
+    if "/v1/messages" in path:
+        return json_response(error_body(error), error.status)
+    return error.response()
+
+
+class Authentication:
+    """ASGI middleware: no request passes without a principal that may do what it asks."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it with 401 or 403."""
+        if scope["type"] != "http" or scope["path"] in _OPEN:
+            await self._app(scope, receive, send)
+            return
+        try:
+            authenticator: Authenticator = scope["app"].state.authenticator
+            client = (scope.get("client") or ("127.0.0.1", 0))[0]
+            principal = await authenticator.principal(Headers(scope=scope), client)
+            needed = needed_scope(scope["method"], scope["path"])
+            if not {needed, "admin"} & principal.scopes:
+                raise ApiError(
+                    403,
+                    f"This key may not do that: it needs the scope {needed}.",
+                    code="insufficient_scope",
+                )
+        except ApiError as error:
+            await _refusal(error, scope["path"])(scope, receive, send)
+            return
+        scope.setdefault("state", {})["principal"] = principal
+        await self._app(scope, receive, send)

@@ -1,0 +1,53 @@
+"""Deletes trajectories in which nothing has happened for longer than they are to be kept."""
+
+import asyncio
+import logging
+import time
+from functools import partial
+
+from sqlalchemy import select
+
+from gateway.store import Database, deletion
+from gateway.store.models import Trajectory
+from gateway.store.writer import Writer
+
+log = logging.getLogger("strop.retention")
+
+_PAUSE_SECONDS = 3600.0
+_BATCH = 20
+"""Trajectories in one transaction: requests wait for it."""
+
+
+async def run(database: Database, writer: Writer, days: float) -> None:
+    """Delete what is too old, and look again every hour, until cancelled."""
+    while True:
+        try:
+            deleted = await delete_once(database, writer, time.time() - days * 86_400)
+            if deleted:
+                log.info("%d trajectories were older than %g days and are deleted", deleted, days)
+        except Exception:
+            log.exception("deleting what is too old failed; trying again in an hour")
+        await asyncio.sleep(_PAUSE_SECONDS)
+
+
+async def delete_once(database: Database, writer: Writer, before: float) -> int:
+    """Delete what had its last completion or reward before a time; returns how many trajectories.
+
+    Args:
+        before: Unix seconds.
+    """
+    total = 0
+    for project in await asyncio.to_thread(_projects, database):
+        operation = partial(
+            deletion.delete_older_than, project=project, before=before, limit=_BATCH
+        )
+        while (count := (await writer.run(operation)).trajectories) > 0:
+            total += count
+            if count < _BATCH:
+                break
+    return total
+
+
+def _projects(database: Database) -> list[str]:
+    with database.read() as connection:
+        return list(connection.execute(select(Trajectory.project).distinct()).scalars())

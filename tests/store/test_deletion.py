@@ -1,0 +1,366 @@
+"""Deleting harms nothing that stays, on SQLite and PostgreSQL."""
+
+import asyncio
+import random
+from itertools import combinations
+
+import pytest
+from sqlalchemy import event, func, insert, select
+
+from gateway import retention
+from gateway.store import Database, deletion, listing, queries, rewards
+from gateway.store.models import Choice, Completion, CompletionUse, Group, Reward, Trajectory
+from gateway.store.writer import Writer
+from tests.store.conftest import Captured
+
+PROJECT = "default"
+
+
+async def write_thread(
+    writer: Writer, captured: Captured, turns: int = 5, trajectory: str = "t", **options
+) -> list[str]:
+    """A thread in which each turn continues the one before; ids in order."""
+    rng = random.Random(trajectory)
+    prompt = [rng.randrange(50_000) for _ in range(40)]
+    messages = [{"role": "user", "content": "first " * 30}]
+    ids, tail = [], None
+    for turn in range(turns):
+        answer = [rng.randrange(50_000) for _ in range(5)]
+        item = captured(
+            trajectory,
+            prompt_ids=list(prompt),
+            answer_ids=answer,
+            messages=list(messages),
+            tail=tail,
+            thread_key=f"{trajectory}{turn}".encode(),
+            created_at=1000.0 + turn,
+            **options,
+        )
+        tails = await writer.store(item)
+        (tail,) = tails.values()
+        ids.append(item.id)
+        prompt += [*answer, *(rng.randrange(50_000) for _ in range(7))]
+        messages += [
+            {"role": "assistant", "content": f"answer {turn} " * 10},
+            {"role": "user", "content": f"more {turn} " * 10},
+        ]
+    return ids
+
+
+def read(database: Database, trajectory: str = "t"):
+    with database.read() as connection:
+        return queries.trajectory(connection, PROJECT, trajectory)
+
+
+def delete(database: Database, ids: list[str], **options) -> deletion.Deleted:
+    with database.write() as connection:
+        return deletion.delete_completions(connection, PROJECT, ids, **options)
+
+
+def content(trajectory) -> dict[str, tuple]:
+    return {
+        c.id: (c.messages, c.prompt_ids, c.request, c.choices, c.response)
+        for c in trajectory.completions
+    }
+
+
+def count(database: Database, table) -> int:
+    with database.read() as connection:
+        return connection.execute(select(func.count()).select_from(table)).scalar_one()
+
+
+async def test_whatever_turns_are_deleted_the_others_read_back_the_same(
+    database: Database, writer: Writer, captured: Captured
+):
+    turns = 5
+    cases = [case for size in range(1, turns) for case in combinations(range(turns), size)]
+    for number, case in enumerate(cases):
+        name = f"t{number}"
+        ids = await write_thread(writer, captured, turns, name)
+        before = content(read(database, name))
+        gone = [ids[turn] for turn in case]
+        assert delete(database, gone) == deletion.Deleted(len(gone), 0)
+        assert content(read(database, name)) == {
+            id: whole for id, whole in before.items() if id not in gone
+        }
+
+
+async def test_a_turn_is_written_against_the_nearest_one_that_stays(
+    database: Database, writer: Writer, captured: Captured
+):
+    first, second, third, fourth = await write_thread(writer, captured, 4)
+    delete(database, [second, third])
+    with database.read() as connection:
+        row = (
+            connection.execute(select(Completion.__table__).where(Completion.id == fourth))
+            .mappings()
+            .one()
+        )
+    assert (row["parent_id"], row["parent_choice"]) == (first, 0)
+    assert row["messages_shared"] == 1
+    assert row["prompt_shared"] == 45
+    assert row["request"] is None
+    delete(database, [first])
+    with database.read() as connection:
+        row = (
+            connection.execute(select(Completion.__table__).where(Completion.id == fourth))
+            .mappings()
+            .one()
+        )
+    assert (row["parent_id"], row["messages_shared"], row["prompt_shared"]) == (None, 0, 0)
+    assert row["request"] is not None
+
+
+async def test_branches_of_a_deleted_turn_all_stay_whole(
+    database: Database, writer: Writer, captured: Captured
+):
+    root = captured(thread_key=b"root", messages=[{"role": "user", "content": "root"}])
+    (tail,) = (await writer.store(root)).values()
+    for number in range(3):
+        await writer.store(
+            captured(
+                prompt_ids=[1, 2, 3, 4, 5, 60 + number],
+                messages=[*root.messages, {"role": "user", "content": str(number)}],
+                tail=tail,
+                created_at=1001.0 + number,
+            )
+        )
+    before = content(read(database))
+    delete(database, [root.id])
+    del before[root.id]
+    assert content(read(database)) == before
+
+
+async def test_the_next_turn_continues_a_thread_with_a_hole(
+    database: Database, writer: Writer, captured: Captured
+):
+    ids = await write_thread(writer, captured, 3)
+    delete(database, [ids[1]])
+    with database.read() as connection:
+        tail = queries.find_tail(connection, PROJECT, [b"t2"], None)
+    last = read(database).completions[-1]
+    messages = [*last.messages, {"role": "user", "content": "on"}]
+    prompt = [*last.prompt_ids, *last.choices[0].token_ids, 9]
+    await writer.store(captured(prompt_ids=prompt, messages=messages, tail=tail, created_at=2e3))
+    newest = read(database).completions[-1]
+    assert (newest.messages, newest.prompt_ids) == (messages, prompt)
+
+
+async def test_an_answer_that_nothing_continues_any_more_is_found_first_again(
+    database: Database, writer: Writer, captured: Captured
+):
+    ids = await write_thread(writer, captured, 3)
+
+    def continued() -> list[bool]:
+        query = select(Choice.continued).order_by(Choice.completion_id)
+        with database.read() as connection:
+            return list(connection.execute(query).scalars())
+
+    assert continued() == [True, True, False]
+    delete(database, [ids[1]])
+    assert continued() == [True, False]
+    delete(database, [ids[2]])
+    assert continued() == [False]
+
+
+async def test_rewards_go_with_their_completion_and_uses_stay_as_history(
+    database: Database, writer: Writer, captured: Captured
+):
+    first, second = await write_thread(writer, captured, 2)
+    posted = [rewards.NewReward(1.0, completion_id=id) for id in (first, second)]
+    with database.write() as connection:
+        rewards.post(connection, PROJECT, posted)
+        for id in (first, second):
+            connection.execute(
+                insert(CompletionUse).values(
+                    step_id=1, completion_id=id, choice=0, trajectory_id="t", group_id="g", tokens=2
+                )
+            )
+    delete(database, [first])
+    assert [reward.completion_id for reward in read(database).rewards] == [second]
+    assert count(database, CompletionUse) == 2
+    with database.read() as connection:
+        assert connection.execute(select(Trajectory.rewarded)).scalar_one()
+    delete(database, [second], forget_uses=True)
+    assert count(database, CompletionUse) == 1
+    assert read(database) is None
+
+
+async def test_a_trajectory_without_rewards_left_waits_for_one(
+    database: Database, writer: Writer, captured: Captured
+):
+    first, _ = await write_thread(writer, captured, 2)
+    with database.write() as connection:
+        rewards.post(connection, PROJECT, [rewards.NewReward(1.0, completion_id=first)])
+    delete(database, [first])
+    with database.read() as connection:
+        assert not connection.execute(select(Trajectory.rewarded)).scalar_one()
+
+
+async def test_the_last_completion_takes_trajectory_and_group_with_it(
+    database: Database, writer: Writer, captured: Captured
+):
+    ids = await write_thread(writer, captured, 2)
+    other = captured("u", "g")
+    await writer.store(other)
+    assert delete(database, ids) == deletion.Deleted(2, 1)
+    assert count(database, Group) == 1
+    assert delete(database, [other.id]) == deletion.Deleted(1, 1)
+    tables = (Trajectory, Completion, Choice, Reward, Group)
+    assert [count(database, table) for table in tables] == [0] * len(tables)
+
+
+async def test_a_group_that_a_trainer_holds_outlives_its_trajectories(
+    database: Database, writer: Writer, captured: Captured
+):
+    await writer.store(captured())
+    with database.write() as connection:
+        connection.execute(Group.__table__.update().values(lease_owner="w", lease_expires=9e9))
+        deletion.delete_trajectories(connection, PROJECT, ["t"])
+    assert count(database, Group) == 1
+
+
+async def test_deleting_is_repeatable_and_passes_over_what_is_not_there(
+    database: Database, writer: Writer, captured: Captured
+):
+    ids = await write_thread(writer, captured, 3)
+    assert delete(database, [ids[0], "nothing"]).completions == 1
+    assert delete(database, [ids[0], "nothing"]) == deletion.Deleted()
+    assert delete(database, []) == deletion.Deleted()
+    with database.write() as connection:
+        assert deletion.delete_completions(connection, "other", ids) == deletion.Deleted()
+        assert deletion.delete_trajectories(connection, "other", ["t"]) == deletion.Deleted()
+    assert len(read(database).completions) == 2
+
+
+async def test_a_trajectory_is_deleted_whole(
+    database: Database, writer: Writer, captured: Captured
+):
+    await write_thread(writer, captured, 3)
+    kept = await write_thread(writer, captured, 2, "kept")
+    with database.write() as connection:
+        rewards.post(connection, PROJECT, [rewards.NewReward(1.0, trajectory_id="t")])
+        deleted = deletion.delete_trajectories(connection, PROJECT, ["t"])
+    assert deleted == deletion.Deleted(3, 1)
+    assert [c.id for c in read(database, "kept").completions] == kept
+    assert count(database, Reward) == 0
+
+
+async def test_what_is_old_goes_in_small_batches_and_a_late_reward_keeps_it(
+    database: Database, writer: Writer, captured: Captured
+):
+    for number in range(7):
+        at = 1000.0 + number
+        await writer.store(captured(f"t{number}", created_at=at, finished_at=at))
+    with database.write() as connection:
+        rewards.post(connection, PROJECT, [rewards.NewReward(1.0, trajectory_id="t0")])
+
+    def batch() -> int:
+        with database.write() as connection:
+            return deletion.delete_older_than(connection, PROJECT, 1005.0, 3).trajectories
+
+    assert [batch(), batch(), batch()] == [3, 1, 0]
+    with database.read() as connection:
+        left = connection.execute(select(Trajectory.id).order_by(Trajectory.id)).scalars()
+        assert list(left) == ["t0", "t5", "t6"]
+
+
+async def test_completions_are_listed_by_page_in_both_directions(
+    database: Database, writer: Writer, captured: Captured
+):
+    ids = await write_thread(writer, captured, 7)
+
+    def pages(descending: bool) -> list[list[str]]:
+        found, after, more = [], None, True
+        while more:
+            with database.read() as connection:
+                page, more = listing.page(
+                    connection,
+                    PROJECT,
+                    listing.Filter(),
+                    after=after,
+                    limit=3,
+                    descending=descending,
+                )
+            found.append([item.id for item in page])
+            after = found[-1][-1]
+        return found
+
+    assert pages(False) == [ids[:3], ids[3:6], ids[6:]]
+    assert pages(True) == [ids[:3:-1], ids[3:0:-1], ids[:1]]
+
+
+METADATA = {
+    "plain": {"user": "ada", "n": 5},
+    "odd": {"user": "it's", "a.b": "[x]", "é": "ü", "": "empty"},
+    "number": {"user": 5, "n": "5", "object": {"a": 1}},
+    "none": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"user": "ada"}, ["plain"]),
+        ({"user": "it's"}, ["odd"]),
+        ({"a.b": "[x]"}, ["odd"]),
+        ({"é": "ü", "user": "it's"}, ["odd"]),
+        ({"": "empty"}, ["odd"]),
+        ({"n": "5"}, ["number"]),
+        ({"user": "5"}, []),
+        ({"object": '{"a":1}'}, []),
+        ({"user": "ada", "n": "5"}, []),
+        ({"nothing": "x"}, []),
+    ],
+)
+async def test_metadata_matches_text_alone(
+    database: Database, writer: Writer, captured: Captured, metadata, expected
+):
+    for name, value in METADATA.items():
+        await writer.store(captured(name, client_metadata=value))
+    with database.read() as connection:
+        page, _ = listing.page(connection, PROJECT, listing.Filter(metadata=metadata), limit=10)
+    assert [item.trajectory_id for item in page] == expected
+
+
+@pytest.mark.parametrize(
+    ("chosen", "index"),
+    [
+        (listing.Filter(metadata={"user": "u7"}), "ix_completions_metadata"),
+        (listing.Filter(policy="rare"), "ix_completions_policy"),
+    ],
+)
+async def test_a_filter_has_an_index(
+    database: Database, writer: Writer, captured: Captured, chosen, index
+):
+    items = [captured(f"t{n}", client_metadata={"user": f"u{n}"}) for n in range(3000)]
+    await asyncio.gather(*map(writer.store, items))
+    with database.write() as connection:
+        connection.exec_driver_sql("ANALYZE completions")
+    plan: list[str] = []
+
+    def explain(connection, cursor, statement, parameters, context, many):
+        cursor.execute(f"EXPLAIN {'QUERY PLAN ' * database.is_sqlite}{statement}", parameters)
+        plan.extend(map(str, cursor.fetchall()))
+
+    with database.read() as connection:
+        event.listen(connection, "before_cursor_execute", explain)
+        listing.ids(connection, PROJECT, chosen, limit=20, descending=True)
+    assert index in "".join(plan), plan
+
+
+async def test_what_is_older_than_it_is_to_be_kept_is_deleted_in_every_project(
+    database: Database, writer: Writer, captured: Captured
+):
+    for project in ("default", "other"):
+        for index in range(45):
+            when = 1000.0 if index < 42 else 9000.0
+            await writer.store(
+                captured(f"t{index}", project=project, created_at=when, finished_at=when)
+            )
+    assert await retention.delete_once(database, writer, before=5000.0) == 84
+    assert await retention.delete_once(database, writer, before=5000.0) == 0
+    with database.read() as connection:
+        for project in ("default", "other"):
+            assert queries.trajectory(connection, project, "t41") is None
+            assert queries.trajectory(connection, project, "t42") is not None
