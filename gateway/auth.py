@@ -11,8 +11,11 @@ import ipaddress
 import re
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
+from sqlalchemy.exc import OperationalError
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,7 +23,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.capture.translate_messages import error_body
 from gateway.errors import ApiError, json_response
 from gateway.store import Database, keys
+from gateway.store.journal import connection_lost
 from gateway.store.models import DEFAULT_PROJECT
+
+T = TypeVar("T")
 
 _REMEMBERED_SECONDS = 5.0
 _REMEMBERED = 10_000
@@ -108,7 +114,8 @@ class Authenticator:
             return True
         asked_at, exist = self._keys_exist
         if not exist and time.monotonic() - asked_at > _REMEMBERED_SECONDS:
-            exist = await asyncio.to_thread(self._ask_whether_keys_exist)
+            known = (exist,) if asked_at else None
+            exist = await _ask(self._ask_whether_keys_exist, known)
             self._keys_exist = (time.monotonic(), exist)
         return exist
 
@@ -119,7 +126,7 @@ class Authenticator:
         known = self._known.get(digest)
         if known is not None and now - known[0] < _REMEMBERED_SECONDS:
             return known[1]
-        found = await asyncio.to_thread(self._look_up, digest)
+        found = await _ask(lambda: self._look_up(digest), known[1:] if known else None)
         self._known[digest] = (now, found)
         self._known.move_to_end(digest)
         if len(self._known) > _REMEMBERED:
@@ -134,6 +141,27 @@ class Authenticator:
     def _ask_whether_keys_exist(self) -> bool:
         with self._database.read() as connection:
             return keys.any_exist(connection)
+
+
+async def _ask(question: Callable[[], T], known: tuple[T] | None) -> T:
+    """The database's answer; while it is away, the one that it gave last.
+
+    Raises:
+        ApiError: 503, it was never asked this.
+    """
+    try:
+        return await asyncio.to_thread(question)
+    except OperationalError as error:
+        if not connection_lost(error):
+            raise
+    if known is None:
+        raise ApiError(
+            503,
+            "The database, which knows the keys, does not answer. Try again in a few seconds.",
+            code="database_unavailable",
+            retry_after=2,
+        )
+    return known[0]
 
 
 def _secret(headers: Headers) -> str | None:

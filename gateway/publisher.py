@@ -87,6 +87,7 @@ class Publisher:
         self._turn = asyncio.Lock()
         self._checked: set[str] = set()
         self._unrouted_since: dict[str, float] = {}
+        self._trouble: type[Exception] | None = None
         self.catalog = Catalog()
         self.failures: dict[tuple[str, str], Json] = {}
         """Versions whose probe failed, by project and `policy@N`."""
@@ -96,8 +97,12 @@ class Publisher:
         while True:
             try:
                 await self.reconcile()
-            except Exception:
-                log.exception("publishing failed; trying again")
+                self._trouble = None
+            except Exception as error:
+                # Said once, and not at every poll of an outage.
+                if type(error) is not self._trouble:
+                    log.exception("publishing failed; trying again until it succeeds")
+                self._trouble = type(error)
             try:
                 await asyncio.wait_for(self._poked.wait(), self._poll)
             except TimeoutError:

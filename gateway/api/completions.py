@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
 
+from gateway.api import ids
 from gateway.api.rewards import reward_json
 from gateway.errors import not_found
 from gateway.gateway import Gateway, gateway_of
@@ -52,13 +53,14 @@ def completion_json(
 @router.get("/v1/chat/completions/{completion_id}")
 async def retrieve_completion(completion_id: str, gateway: Strop) -> dict[str, Any]:
     """One completion."""
+    stored_id = ids.completion_id(completion_id)
 
     def read() -> dict[str, Any] | None:
         with gateway.database.read() as connection:
-            found = queries.completion(connection, gateway.project, completion_id)
+            found = queries.completion(connection, gateway.project, stored_id)
             if found is None:
                 return None
-            posted = queries.rewards_of(connection, gateway.project, None, completion_id)
+            posted = queries.rewards_of(connection, gateway.project, None, stored_id)
             return completion_json(found, posted)
 
     found = await asyncio.to_thread(read)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Body, Depends, Query
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from starlette.responses import Response
 
+from gateway.api import ids
 from gateway.errors import ApiError, invalid, json_response, not_found
 from gateway.gateway import Gateway, gateway_of
 from gateway.store import queries, rewards
@@ -44,7 +45,8 @@ class RewardBody(BaseModel):
 
     def new(self) -> rewards.NewReward:
         """The same, for the store."""
-        return rewards.NewReward(**self.model_dump())
+        target = self.completion_id and ids.completion_id(self.completion_id)
+        return rewards.NewReward(**{**self.model_dump(), "completion_id": target})
 
 
 # Told apart by their JSON type, so that an error names the field of the one that was meant.
@@ -127,6 +129,7 @@ async def list_rewards(
     """The rewards of a completion or a trajectory, oldest first."""
     if (completion_id is None) == (trajectory_id is None):
         raise invalid("Name either completion_id or trajectory_id.", "completion_id")
+    completion_id = completion_id and ids.completion_id(completion_id)
 
     def read() -> list[StoredReward] | None:
         with gateway.database.read() as connection:

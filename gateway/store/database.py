@@ -13,8 +13,15 @@ from sqlalchemy.engine import URL
 
 _MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
-_CONNECT_SECONDS = 3
-"""For a connection to PostgreSQL; its driver alone would wait for more than two minutes."""
+_LIMITS = {
+    "connect_timeout": 3,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15_000,
+}
+"""Of connections to PostgreSQL: seconds, and milliseconds for the last. Without them the driver
+waits for minutes for a host that has vanished."""
 
 
 class Database:
@@ -79,8 +86,9 @@ def _create_engine(url: URL) -> Engine:
         "pool_pre_ping": url.get_backend_name() != "sqlite",
     }
     if url.get_backend_name() != "sqlite":
-        timeout = {} if "connect_timeout" in url.query else {"connect_timeout": _CONNECT_SECONDS}
-        return create_engine(url, **options, connect_args=timeout, pool_size=10, max_overflow=20)
+        # What the URL says itself wins.
+        limits = {name: value for name, value in _LIMITS.items() if name not in url.query}
+        return create_engine(url, **options, connect_args=limits, pool_size=10, max_overflow=20)
     engine = create_engine(url, **options, connect_args={"check_same_thread": False, "timeout": 60})
 
     @event.listens_for(engine, "connect")

@@ -1,6 +1,6 @@
 """A captured completion → the rows that store it, sharing with the turn before what it repeats."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.store import codec
@@ -21,6 +21,14 @@ class EncodedCompletion:
     """Completion id and choice that this one continues."""
     tails: dict[bytes, Tail]
     """By thread key."""
+    captured: CapturedCompletion | None = field(default=None, compare=False)
+    """What it was made of; None where it comes back from a journal."""
+
+    def detach(self) -> None:
+        """Store it whole: the turn that it continues is not there any more."""
+        if self.captured is not None:
+            self.completion = encode(replace(self.captured, tail=None)).completion
+            self.continued = None
 
 
 def encode(captured: CapturedCompletion) -> EncodedCompletion:
@@ -92,6 +100,7 @@ def encode(captured: CapturedCompletion) -> EncodedCompletion:
         choices=choices,
         continued={"b_completion": tail.completion_id, "b_index": tail.choice} if tail else None,
         tails=tails,
+        captured=captured,
     )
 
 

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Insert, bindparam, func, text, update
+from sqlalchemy import Connection, Insert, bindparam, func, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError
 
 from gateway.store import rewards
 from gateway.store.database import Database
@@ -24,6 +25,7 @@ _Work = EncodedCompletion | RewardList | Operation
 _Item = tuple[_Work, "Future[Any]"]
 
 _DAY = 86_400.0
+_DEADLOCK_TRIES = 5
 
 _MARK_CONTINUED = (
     update(Choice)
@@ -160,7 +162,7 @@ class Writer:
             self._commit_to_journal(self._mover, items)
             return
         try:
-            results = self._transaction([work for work, _ in items])
+            results = self._repeated([work for work, _ in items])
         except Exception as error:
             if self._mover is not None and connection_lost(error):
                 self._mover.lost(error)
@@ -199,6 +201,15 @@ class Writer:
                 future.set_exception(error)
             return
         _resolve(kept, [None] * len(kept))
+
+    def _repeated(self, works: Sequence[_Work]) -> list[Any]:
+        for _ in range(_DEADLOCK_TRIES - 1):
+            try:
+                return self._transaction(works)
+            except DBAPIError as error:
+                if not _deadlocked(error):
+                    raise
+        return self._transaction(works)
 
     def _transaction(self, works: Sequence[_Work]) -> list[Any]:
         with self._database.write() as connection:
@@ -256,10 +267,12 @@ class _Statements:
         self.choice: Insert = insert(Choice).on_conflict_do_nothing()
 
     def insert(self, connection: Connection, encoded: list[EncodedCompletion]) -> None:
-        connection.execute(self.trajectory, _last(e.trajectory for e in encoded))
+        # Groups before trajectories: in the order in which a trainer that ends a step locks them.
         groups = _last(e.group for e in encoded if e.group)
         if groups:
             connection.execute(self.group, groups)
+        connection.execute(self.trajectory, _last(e.trajectory for e in encoded))
+        _detach_orphans(connection, encoded)
         connection.execute(self.completion, [e.completion for e in encoded])
         choices = [choice for e in encoded for choice in e.choices]
         if choices:
@@ -267,6 +280,25 @@ class _Statements:
         continued = [e.continued for e in encoded if e.continued]
         if continued:
             connection.execute(_MARK_CONTINUED, continued)
+
+
+def _detach_orphans(connection: Connection, encoded: list[EncodedCompletion]) -> None:
+    # A turn may be deleted while the next one is being answered. Asked only after the upsert of
+    # the trajectories, which a deletion locks: from here on nobody deletes a parent.
+    parents = {e.completion["parent_id"] for e in encoded} - {None}
+    if not parents:
+        return
+    query = select(Completion.id).where(Completion.id.in_(parents))
+    there = set(connection.execute(query).scalars()) | {e.completion["id"] for e in encoded}
+    for item in encoded:
+        if item.completion["parent_id"] in parents - there:
+            item.detach()
+
+
+def _deadlocked(error: Exception) -> bool:
+    """Whether PostgreSQL gave up on a transaction that would succeed if it were repeated."""
+    state = getattr(getattr(error, "orig", None), "sqlstate", None)
+    return state in ("40P01", "40001")
 
 
 def _last(rows: Iterable[Row]) -> list[Row]:

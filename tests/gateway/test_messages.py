@@ -357,3 +357,15 @@ async def test_what_a_request_says_reaches_vllm():
         *("model", "messages", "max_tokens", "tools", "tool_choice", "reasoning_effort"),
         *("parallel_tool_calls", "add_generation_prompt", "continue_final_message"),
     }
+
+
+async def test_a_reward_is_posted_against_the_id_that_the_client_holds(strop: Running):
+    async with AsyncAnthropic(base_url=strop.url, api_key="none") as client:
+        message = await client.messages.create(
+            model="agent", max_tokens=4, messages=[{"role": "user", "content": "Hello."}]
+        )
+    assert message.id.startswith("msg_")
+    status, body = await strop.post("/v1/rewards", {"completion_id": message.id, "reward": 1.0})
+    assert (status, body["completion_id"][:9]) == (201, "chatcmpl-")
+    assert (await strop.get(f"/v1/rewards?completion_id={message.id}"))[1]["data"]
+    assert (await strop.get(f"/v1/chat/completions/{message.id}"))[0] == 200

@@ -364,3 +364,41 @@ async def test_what_is_older_than_it_is_to_be_kept_is_deleted_in_every_project(
         for project in ("default", "other"):
             assert queries.trajectory(connection, project, "t41") is None
             assert queries.trajectory(connection, project, "t42") is not None
+
+
+async def test_a_turn_whose_parent_was_deleted_while_it_was_answered_is_stored_whole(
+    database: Database, writer: Writer, captured: Captured
+):
+    (first,) = await write_thread(writer, captured, 1)
+    with database.read() as connection:
+        tail = queries.find_tail(connection, PROJECT, [b"t0"], None)
+    start = read(database).completions[0]
+    delete(database, [first])
+    messages = [*start.messages, {"role": "user", "content": "on"}]
+    prompt = [*start.prompt_ids, *start.choices[0].token_ids, 9]
+    await writer.store(captured(prompt_ids=prompt, messages=messages, tail=tail))
+    (found,) = read(database).completions
+    assert (found.parent_id, found.messages, found.prompt_ids) == (None, messages, prompt)
+    assert found.request == {"model": "agent", "temperature": 1.0}
+
+
+async def test_deleting_and_logging_at_once_damages_nothing(
+    database: Database, writer: Writer, captured: Captured
+):
+    ids = await write_thread(writer, captured, 4)
+    with database.read() as connection:
+        tail = queries.find_tail(connection, PROJECT, [b"t3"], None)
+    last = read(database).completions[-1]
+    expected = {}
+    work = []
+    for number in range(20):
+        messages = [*last.messages, {"role": "user", "content": str(number)}]
+        prompt = [*last.prompt_ids, *last.choices[0].token_ids, number]
+        item = captured(prompt_ids=prompt, messages=messages, tail=tail, created_at=2e3 + number)
+        expected[item.id] = (messages, prompt)
+        work.append(writer.store(item))
+        if number % 5 == 0:
+            work.append(asyncio.to_thread(delete, database, [ids[3 - number // 5]]))
+    await asyncio.gather(*work)
+    found = {c.id: (c.messages, c.prompt_ids) for c in read(database).completions}
+    assert found == expected
