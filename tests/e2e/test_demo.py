@@ -52,8 +52,8 @@ def test_the_demo_closes_the_loop_and_leaves_a_result(base_model: Path, tmp_path
     assert set(versions) == {0, 1}
     assert reasons == {None}
     # `strop up` was stopped, and nothing of it is left running.
-    left = [p.cmdline() for p in psutil.process_iter() if str(folder) in " ".join(p.cmdline())]
-    assert left == []
+    running = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert [command for command in running if str(folder) in " ".join(command)] == []
 
 
 def test_the_demo_does_not_delete_what_it_did_not_make(tmp_path: Path):
