@@ -13,8 +13,9 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import provided
-from gateway.api.delivery import EVENTS, JSON, store
-from gateway.backends.vllm import Replica, error_message
+from gateway.api.delivery import EVENTS, JSON, NO_REPLICA, open_upstream, store
+from gateway.api.endpoint import JsonEndpoint
+from gateway.backends.vllm import error_message
 from gateway.capture import threads
 from gateway.capture.attribution import read_claims
 from gateway.capture.placement import Placement
@@ -22,7 +23,6 @@ from gateway.capture.request import (
     Wants,
     check_chat,
     is_multimodal,
-    parse_body,
     sampling_of,
     upstream_body,
     wants_of,
@@ -32,8 +32,8 @@ from gateway.capture.streaming import DONE, BrokenStream, encode, relay
 from gateway.capture.tokens import Capture, WrongVersion
 from gateway.catalog import served_version
 from gateway.errors import ApiError, invalid
-from gateway.gateway import Gateway, gateway_in
-from gateway.http import ClientGone, read_body, send_body, send_start, unless_hung_up
+from gateway.gateway import Gateway
+from gateway.http import send_body, send_start, unless_hung_up
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
 
@@ -66,17 +66,14 @@ class Exchange:
         ]
 
 
-class ChatCompletions:
-    """The endpoint, as a plain ASGI application."""
+class ChatCompletions(JsonEndpoint):
+    """The endpoint."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; errors go to the application's handlers."""
-        gateway = gateway_in(scope)
-        try:
-            raw = await read_body(receive, gateway.settings.max_body_bytes)
-        except ClientGone:
-            return
-        await answer(gateway, scope, receive, send, parse_body(raw))
+    async def answer(
+        self, gateway: Gateway, body: Json, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer one request."""
+        await answer(gateway, scope, receive, send, body)
 
 
 async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, body: Json) -> None:
@@ -230,29 +227,17 @@ async def _stream(gateway: Gateway, exchange: Exchange, send: Send) -> None:
 async def _open(
     gateway: Gateway, exchange: Exchange, stack: AsyncExitStack
 ) -> aiohttp.ClientResponse:
-    """Send the request; a replica that takes no connection is replaced by another, once."""
-    failed: Replica | None = None
-    for _ in range(2):
-        replica = gateway.pool.choose(exchange.served_name, exchange.captured.trajectory.id, failed)
-        if replica is None:
-            break
-        exchange.captured.replica = replica.url
-        try:
-            return await stack.enter_async_context(
-                replica.post("/v1/chat/completions", exchange.upstream, exchange.served_name)
-            )
-        except aiohttp.ClientConnectorError as error:
-            replica.lost(str(error))
-            gateway.publisher.poke()
-            failed = replica
-    raise await _refuse(
+    response = await open_upstream(
         gateway,
-        exchange,
-        503,
-        "No vLLM replica answers. Try again in a few seconds; GET /readyz says what is missing.",
-        "aborted",
-        retry_after=2,
+        exchange.captured,
+        exchange.served_name,
+        "/v1/chat/completions",
+        exchange.upstream,
+        stack,
     )
+    if response is None:
+        raise await _refuse(gateway, exchange, 503, NO_REPLICA, "aborted", retry_after=2)
+    return response
 
 
 def _complete(exchange: Exchange) -> None:

@@ -2,7 +2,12 @@
 
 import logging
 import time
+from contextlib import AsyncExitStack
+from typing import Any
 
+import aiohttp
+
+from gateway.backends.vllm import Replica
 from gateway.errors import ApiError
 from gateway.gateway import Gateway
 from gateway.store.records import CapturedCompletion
@@ -11,7 +16,38 @@ from gateway.store.writer import QueueFull
 log = logging.getLogger("strop.chat")
 
 JSON = (b"content-type", b"application/json")
+NO_REPLICA = (
+    "No vLLM replica answers. Try again in a few seconds; GET /readyz says what is missing."
+)
 EVENTS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+
+
+async def open_upstream(
+    gateway: Gateway,
+    captured: CapturedCompletion,
+    served_name: str,
+    path: str,
+    body: dict[str, Any],
+    stack: AsyncExitStack,
+) -> aiohttp.ClientResponse | None:
+    """Send a request to a replica; one that takes no connection is replaced by another, once.
+
+    None: none takes it. The response is closed with `stack`, which makes vLLM abort what it has
+    not answered yet.
+    """
+    failed: Replica | None = None
+    for _ in range(2):
+        replica = gateway.pool.choose(served_name, captured.trajectory.id, failed)
+        if replica is None:
+            break
+        captured.replica = replica.url
+        try:
+            return await stack.enter_async_context(replica.post(path, body, served_name))
+        except aiohttp.ClientConnectorError as error:
+            replica.lost(str(error))
+            gateway.publisher.poke()
+            failed = replica
+    return None
 
 
 async def store(gateway: Gateway, captured: CapturedCompletion) -> None:

@@ -6,27 +6,23 @@ import aiohttp
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from gateway.api.endpoint import JsonEndpoint
 from gateway.backends.vllm import Replica, error_message
-from gateway.capture.request import parse_body
 from gateway.catalog import served_version
 from gateway.errors import ApiError, invalid, json_response
-from gateway.gateway import Gateway, gateway_in
-from gateway.http import ClientGone, read_body, unless_hung_up
+from gateway.gateway import Gateway
+from gateway.http import unless_hung_up
 
 Json = dict[str, Any]
 
 
-class Embeddings:
-    """The endpoint, as a plain ASGI application."""
+class Embeddings(JsonEndpoint):
+    """The endpoint."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; errors go to the application's handlers."""
-        gateway = gateway_in(scope)
-        try:
-            raw = await read_body(receive, gateway.settings.max_body_bytes)
-        except ClientGone:
-            return
-        body = parse_body(raw)
+    async def answer(
+        self, gateway: Gateway, body: Json, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer one request."""
         if not isinstance(body.get("model"), str):
             raise invalid("You must name a model: set `model`.", "model")
         if body.get("input") is None:

@@ -5,45 +5,42 @@ not in the database can be neither rewarded nor trained on.
 """
 
 import asyncio
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.chat import answer
+from gateway.api.endpoint import JsonEndpoint
 from gateway.api.ids import completion_id
 from gateway.capture import translate_responses
-from gateway.capture.request import parse_body
 from gateway.capture.translate import Json, Translated, litellm, plain_message
 from gateway.capture.translate_responses_events import ResponsesSurface
 from gateway.errors import ApiError, invalid
-from gateway.gateway import Gateway, gateway_in
-from gateway.http import ClientGone, read_body
+from gateway.gateway import Gateway
 from gateway.store import queries
 from gateway.store.records import StoredCompletion
 
 
-class Responses:
-    """The endpoint, as a plain ASGI application."""
+class Responses(JsonEndpoint):
+    """The endpoint."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; errors go to the application's handlers."""
-        gateway = gateway_in(scope)
-        try:
-            raw = await read_body(receive, gateway.settings.max_body_bytes)
-        except ClientGone:
-            return
-        request = parse_body(raw)
+    async def answer(
+        self, gateway: Gateway, body: dict[str, Any], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer one request."""
+        request = body
         translate_responses.check(request)
         module = await litellm(translate_responses.MODULE)
         before = None
         if request.get("previous_response_id"):
             before = await _previous(gateway, request["previous_response_id"])
         history = _messages(before) if before is not None else []
-        body = translate_responses.chat_request(module, request, history)
+        chat = translate_responses.chat_request(module, request, history)
         if before is not None:
             # Of two conversations that went alike, the id says which is meant.
-            body["metadata"] = {"trajectory_id": before.trajectory_id, **body.get("metadata", {})}
+            chat["metadata"] = {"trajectory_id": before.trajectory_id, **chat.get("metadata", {})}
         surface = ResponsesSurface(module, request)
-        await answer(gateway, scope, receive, Translated(send, surface), body)
+        await answer(gateway, scope, receive, Translated(send, surface), chat)
 
 
 async def _previous(gateway: Gateway, name: str) -> StoredCompletion:

@@ -15,17 +15,18 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.delivery import EVENTS, JSON, store
-from gateway.backends.vllm import Replica, error_message
+from gateway.api.delivery import EVENTS, JSON, NO_REPLICA, open_upstream, store
+from gateway.api.endpoint import JsonEndpoint
+from gateway.backends.vllm import error_message
 from gateway.capture.attribution import read_claims
-from gateway.capture.request import Wants, parse_body, sampling_of, upstream_body
+from gateway.capture.request import Wants, sampling_of, upstream_body
 from gateway.capture.streaming import DONE, BrokenStream, encode, relay
 from gateway.capture.tokens import Json, WrongVersion
 from gateway.capture.translate_text import TextCapture
 from gateway.catalog import served_version
 from gateway.errors import ApiError, invalid
-from gateway.gateway import Gateway, gateway_in
-from gateway.http import ClientGone, read_body, send_body, send_start, unless_hung_up
+from gateway.gateway import Gateway
+from gateway.http import send_body, send_start, unless_hung_up
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
 
@@ -48,17 +49,13 @@ class Exchange:
     biased: bool
 
 
-class TextCompletions:
-    """The endpoint, as a plain ASGI application."""
+class TextCompletions(JsonEndpoint):
+    """The endpoint."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; errors go to the application's handlers."""
-        gateway = gateway_in(scope)
-        try:
-            raw = await read_body(receive, gateway.settings.max_body_bytes)
-        except ClientGone:
-            return
-        body = parse_body(raw)
+    async def answer(
+        self, gateway: Gateway, body: Json, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer one request."""
         prompts = _prompts(body)
         n = body.get("n") or 1
         exchanges = [
@@ -252,27 +249,20 @@ class _logged:
             raise failure from error
 
     async def _open(self) -> aiohttp.ClientResponse:
-        gateway, exchange = self._gateway, self._exchange
-        failed: Replica | None = None
-        for _ in range(2):
-            trajectory = exchange.captured.trajectory.id
-            replica = gateway.pool.choose(exchange.served_name, trajectory, failed)
-            if replica is None:
-                break
-            exchange.captured.replica = replica.url
-            try:
-                response = await self._stack.enter_async_context(
-                    replica.post("/v1/completions", exchange.upstream, exchange.served_name)
-                )
-            except aiohttp.ClientConnectorError as error:
-                replica.lost(str(error))
-                gateway.publisher.poke()
-                failed = replica
-                continue
-            if response.status >= 400:
-                raise ApiError(response.status, error_message(await response.read()))
-            return response
-        raise ApiError(503, "No vLLM replica answers; GET /readyz says why.", retry_after=2)
+        exchange = self._exchange
+        response = await open_upstream(
+            self._gateway,
+            exchange.captured,
+            exchange.served_name,
+            "/v1/completions",
+            exchange.upstream,
+            self._stack,
+        )
+        if response is None:
+            raise ApiError(503, NO_REPLICA, retry_after=2)
+        if response.status >= 400:
+            raise ApiError(response.status, error_message(await response.read()))
+        return response
 
 
 def _failure(error: BaseException) -> ApiError | None:
