@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 _REMEMBERED_SECONDS = 5.0
 _REMEMBERED = 10_000
+_NEVER = float("-inf")
 _OPEN = frozenset({"/healthz", "/readyz"})
 
 # What a route needs, the first that fits; whatever is not here needs `admin`.
@@ -79,7 +80,7 @@ class Authenticator:
         self._database = database
         self._admin = keys.digest(admin_key) if admin_key else None
         self._known: OrderedDict[bytes, tuple[float, Principal | None]] = OrderedDict()
-        self._keys_exist = (0.0, False)
+        self._keys_exist = (_NEVER, False)
 
     async def principal(self, headers: Headers, client: str) -> Principal:
         """Who sends a request.
@@ -114,7 +115,7 @@ class Authenticator:
             return True
         asked_at, exist = self._keys_exist
         if not exist and time.monotonic() - asked_at > _REMEMBERED_SECONDS:
-            known = (exist,) if asked_at else None
+            known = (exist,) if asked_at > _NEVER else None
             exist = await _ask(self._ask_whether_keys_exist, known)
             self._keys_exist = (time.monotonic(), exist)
         return exist
