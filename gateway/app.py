@@ -20,6 +20,7 @@ from gateway.api import (
     models,
     policies,
     rewards,
+    schema,
     stored,
     trajectories,
 )
@@ -44,6 +45,20 @@ from gateway.store.writer import Writer
 _IDLE_SECONDS = 3.0
 
 
+SURFACES: dict[str, tuple[ASGIApp, str]] = {
+    "chat/completions": (ChatCompletions(), "OpenAI's chat completions"),
+    "completions": (TextCompletions(), "OpenAI's text completions"),
+    "responses": (Responses(), "OpenAI's responses"),
+    "messages": (messages.Messages(messages.create), "Anthropic's messages"),
+    "messages/count_tokens": (
+        messages.Messages(messages.count_tokens),
+        "Count the tokens of an Anthropic message",
+    ),
+    "embeddings": (Embeddings(), "Embeddings, passed through and not logged"),
+}
+"""The hot path, by its path under `/v1/`, and what each is."""
+
+
 def build(settings: Settings | None = None) -> FastAPI:
     """The gateway as an ASGI application; it starts its parts when it is started."""
     settings = settings or Settings()
@@ -63,19 +78,10 @@ def build(settings: Settings | None = None) -> FastAPI:
     )
     errors.install(app)
     app.add_middleware(Authentication)
-    chat = ChatCompletions()
-    for path in ("/v1/chat/completions", "/rollouts/{group}/{trajectory}/v1/chat/completions"):
-        app.router.routes.append(Route(path, chat, methods=["POST"]))
-    surfaces: dict[str, ASGIApp] = {
-        "completions": TextCompletions(),
-        "responses": Responses(),
-        "messages": messages.Messages(messages.create),
-        "messages/count_tokens": messages.Messages(messages.count_tokens),
-        "embeddings": Embeddings(),
-    }
-    for path, surface in surfaces.items():
+    for path, (surface, _) in SURFACES.items():
         for prefix in ("/v1", "/rollouts/{group}/{trajectory}/v1"):
             app.router.routes.append(Route(f"{prefix}/{path}", surface, methods=["POST"]))
+    schema.describe(app, {path: summary for path, (_, summary) in SURFACES.items()})
     for module in (
         rewards,
         completions,
