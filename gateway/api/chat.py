@@ -13,10 +13,17 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import provided
-from gateway.api.delivery import EVENTS, JSON, NO_REPLICA, open_upstream, store
+from gateway.api.delivery import (
+    EVENTS,
+    JSON,
+    NO_REPLICA,
+    leave_keys,
+    open_upstream,
+    store,
+    take_tokens,
+)
 from gateway.api.endpoint import JsonEndpoint
 from gateway.backends.vllm import error_message
-from gateway.capture import threads
 from gateway.capture.attribution import read_claims
 from gateway.capture.placement import Placement
 from gateway.capture.request import (
@@ -31,7 +38,7 @@ from gateway.capture.retries import as_chunks
 from gateway.capture.streaming import DONE, BrokenStream, encode, relay
 from gateway.capture.tokens import Capture, WrongVersion
 from gateway.catalog import served_version
-from gateway.errors import ApiError, invalid
+from gateway.errors import ApiError
 from gateway.gateway import Gateway
 from gateway.http import send_body, send_start, unless_hung_up
 from gateway.store.ids import new_id
@@ -133,11 +140,7 @@ async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
     placement.place.versions.setdefault(policy.name, version)
     sampling, biased = sampling_of(body, policy.sampling)
     side_call = claims.train is False or policy.is_side_call(messages)
-    try:
-        upstream = upstream_body(body, served_name, sampling, policy.sampling)
-        orjson.dumps(metadata)
-    except TypeError as error:
-        raise invalid(str(error)) from None
+    upstream = upstream_body(body, served_name, sampling, policy.sampling)
     captured = CapturedCompletion(
         id=new_id("chatcmpl-"),
         project=project,
@@ -243,7 +246,7 @@ async def _open(
 def _complete(exchange: Exchange) -> None:
     """Take over what came back, and say whether it can be trained on."""
     captured, capture = exchange.captured, exchange.capture
-    _take_tokens(exchange)
+    take_tokens(captured, capture)
     captured.response = capture.response
     disagreement = capture.disagreement()
     if exchange.side_call:
@@ -255,26 +258,13 @@ def _complete(exchange: Exchange) -> None:
         captured.reason = "multimodal"
     elif exchange.biased:
         captured.reason = "biased_sampling"
-    for index, choice in capture.choices.items():
-        answer = {"role": "assistant", **capture.messages[index]}
-        choice.thread_key = threads.extend(exchange.placement.digest, answer)
-
-
-def _take_tokens(exchange: Exchange) -> None:
-    captured, capture = exchange.captured, exchange.capture
-    captured.served_model = capture.served_model
-    captured.prompt_ids = capture.prompt_ids
-    captured.choices = [capture.choices[index] for index in sorted(capture.choices)]
-    if capture.usage is not None:
-        captured.prompt_tokens = capture.usage.get("prompt_tokens")
-        captured.completion_tokens = capture.usage.get("completion_tokens")
-    captured.finished_at = time.time()
+    leave_keys(capture, exchange.placement)
 
 
 async def _abort(gateway: Gateway, exchange: Exchange, status: int) -> None:
     """Keep what had come until the client or vLLM went away."""
     captured, capture = exchange.captured, exchange.capture
-    _take_tokens(exchange)
+    take_tokens(captured, capture)
     if captured.stream and capture.choices:
         capture.assemble()
         captured.response = capture.response

@@ -8,6 +8,9 @@ from typing import Any
 import aiohttp
 
 from gateway.backends.vllm import Replica
+from gateway.capture import threads
+from gateway.capture.placement import Placement
+from gateway.capture.tokens import Capture
 from gateway.errors import ApiError
 from gateway.gateway import Gateway
 from gateway.store.records import CapturedCompletion
@@ -48,6 +51,24 @@ async def open_upstream(
             gateway.publisher.poke()
             failed = replica
     return None
+
+
+def take_tokens(captured: CapturedCompletion, capture: Capture) -> None:
+    """Take over what has come so far: who answered, the tokens, and their number."""
+    captured.served_model = capture.served_model
+    captured.prompt_ids = capture.prompt_ids
+    captured.choices = [capture.choices[index] for index in sorted(capture.choices)]
+    if capture.usage is not None:
+        captured.prompt_tokens = capture.usage.get("prompt_tokens")
+        captured.completion_tokens = capture.usage.get("completion_tokens")
+    captured.finished_at = time.time()
+
+
+def leave_keys(capture: Capture, placement: Placement) -> None:
+    """Give each choice the key by which a request that continues it is recognised."""
+    for index, choice in capture.choices.items():
+        answer = {"role": "assistant", **capture.messages[index]}
+        choice.thread_key = threads.extend(placement.digest, answer)
 
 
 async def store(gateway: Gateway, captured: CapturedCompletion) -> None:

@@ -8,9 +8,8 @@ import orjson
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.delivery import EVENTS, JSON, store
+from gateway.api.delivery import EVENTS, JSON, leave_keys, store, take_tokens
 from gateway.backends import providers
-from gateway.capture import threads
 from gateway.capture.attribution import read_claims
 from gateway.capture.placement import Placement
 from gateway.capture.request import check_chat, wants_of
@@ -119,15 +118,9 @@ def _headers(captured: CapturedCompletion) -> list[tuple[bytes, bytes]]:
 async def _store(
     gateway: Gateway, captured: CapturedCompletion, placement: Placement, capture: Capture
 ) -> None:
-    captured.served_model = capture.served_model
+    take_tokens(captured, capture)
     captured.response = capture.response
-    captured.choices = [capture.choices[index] for index in sorted(capture.choices)]
-    if capture.usage is not None:
-        captured.prompt_tokens = capture.usage.get("prompt_tokens")
-        captured.completion_tokens = capture.usage.get("completion_tokens")
-    for choice in captured.choices:
-        message = {"role": "assistant", **capture.messages[choice.index]}
-        choice.thread_key = threads.extend(placement.digest, message)
+    leave_keys(capture, placement)
     await store(gateway, captured)
 
 

@@ -138,8 +138,10 @@ def sampling_of(body: Json, defaults: Mapping[str, Any]) -> tuple[Json, bool]:
         if body.get(name):
             sampling[name] = body[name]
             biased = True
-    if (body.get("response_format") or {}).get("type", "text") != "text":
-        sampling["response_format"] = body["response_format"]["type"]
+    shape = body.get("response_format") or {}
+    _type(shape, dict, "response_format", "an object")
+    if shape.get("type", "text") != "text":
+        sampling["response_format"] = shape["type"]
         biased = True
     choice = body.get("tool_choice")
     if choice == "required" or isinstance(choice, dict):

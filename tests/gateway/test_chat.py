@@ -182,6 +182,7 @@ async def test_an_unknown_model_is_a_404_that_names_the_models(strop: Running):
         ({"model": "agent", "messages": ASK, "stream": "yes"}, "stream"),
         ({"model": "agent", "messages": ASK, "metadata": []}, "metadata"),
         ({"model": "agent", "messages": ASK, "stream_options": 1}, "stream_options"),
+        ({"model": "agent", "messages": ASK, "response_format": "json"}, "response_format"),
         ({"model": "agent", "messages": ASK, "metadata": {"trajectory_id": 5}}, "metadata"),
         ({"model": "agent", "messages": ASK, "metadata": {"split": "dev"}}, "metadata.split"),
     ],
