@@ -97,6 +97,8 @@ async def test_a_gateway_goes_on_without_its_database(
             assert shown["journal"]["entries"] == 8
             assert shown["journal"]["oldest_seconds"] < 30
         await drained(strop.http, strop.url)
+        # The second is over for which nobody asks a database that did not answer.
+        strop.gateway.placements._away_until = 0.0
         await turn()
         status, body = await strop.post("/v1/rewards", {"completion_id": "?", "reward": 1}, **AUTH)
         assert status == 404
@@ -110,7 +112,7 @@ async def test_a_gateway_goes_on_without_its_database(
             whole = queries.trajectory(connection, "default", found.trajectory_id)
             assert queries.completion(connection, "default", streamed) is not None
             assert queries.completion(connection, "default", reply.id) is not None
-        assert [completion.id for completion in whole.completions] == ids[:3]
+        assert [completion.id for completion in whole.completions] == ids
         assert found.messages == messages[:5]
         status, shown, _ = await get(strop, "/readyz")
         assert (status, shown["journal"]["rejected"]) == (200, 0)
