@@ -335,3 +335,21 @@ class ApiKey(Base):
     revoked_at: Mapped[float | None]
 
     __table_args__ = (Index("ix_api_keys_project", "project"),)
+
+
+class Webhook(Base):
+    """How far the events have been delivered to one address of the settings."""
+
+    __tablename__ = "webhooks"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """Digest of project and address."""
+    cursor: Mapped[int] = mapped_column(BigInteger())
+    """The newest event that was delivered, or is not to be."""
+    attempts: Mapped[int] = mapped_column(default=0)
+    """Of the event after it, all of them refused."""
+    retry_at: Mapped[float | None]
+    error: Mapped[str | None]
+    lease_owner: Mapped[str | None]
+    """The gateway that delivers, so that several do not send everything several times."""
+    lease_expires: Mapped[float | None]

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import inspect
+from sqlalchemy import insert, inspect, select
 
 from gateway.store import Database, listing, queries
-from gateway.store.models import Base
+from gateway.store.models import Base, Event, Webhook
 from gateway.store.writer import Writer
 from tests.store.conftest import Captured
 
@@ -46,6 +46,24 @@ async def test_a_log_of_the_first_schema_is_listed_after_the_second(
         chosen = listing.Filter(policy="agent", metadata={"user": "u3"})
         page, _ = listing.page(connection, "default", chosen, limit=5)
     assert [item.id for item in page] == [items[3].id]
+    database.dispose()
+
+
+def test_events_of_before_are_there_when_webhooks_come(empty_url: str):
+    database = Database(empty_url)
+    database.migrate("0003")
+    row = {"project": "p", "policy": "agent", "kind": "published", "detail": {"a": 1}, "at": 1.0}
+    with database.write() as connection:
+        connection.execute(insert(Event).values(version=1, **row))
+    database.migrate("0004")
+    with database.write() as connection:
+        assert dict(connection.execute(select(Event.__table__)).mappings().one()) == {
+            "id": 1,
+            "version": 1,
+            **row,
+        }
+        connection.execute(insert(Webhook).values(id="w", cursor=2**40, attempts=0))
+        assert connection.execute(select(Webhook.cursor)).scalar_one() == 2**40
     database.dispose()
 
 
