@@ -55,11 +55,27 @@ class Policy(Base):
     """The version that training goes on from."""
     state: Mapped[str] = mapped_column(default="active")
     """`active` or `paused`; a paused policy is served and not trained."""
+    state_reason: Mapped[str | None]
+    """Why it is paused, in words."""
     lora: Mapped[dict[str, Any]]
     """`rank`, `alpha`, `target_modules`."""
     settings: Mapped[dict[str, Any]]
     """Grouping, reward weights and training options, as in `strop.toml`."""
     created_at: Mapped[float]
+    forked_from: Mapped[str | None]
+    """`policy@N` whose adapter its version 0 is; null where version 0 is the base model."""
+    base_digest: Mapped[str | None]
+    """What the base model's files were when the policy began."""
+    rate_factor: Mapped[float] = mapped_column(default=1.0, server_default="1")
+    """The settings' learning rate is multiplied with it; the guard lowers it."""
+    strikes: Mapped[int] = mapped_column(default=0, server_default="0")
+    """Steps in a row that were undone because a number was not finite."""
+    canary: Mapped[int | None]
+    """The version on trial: it serves a share of the new trajectories."""
+    canary_since: Mapped[float | None]
+    lease_owner: Mapped[str | None]
+    """The trainer that works on the policy; no other one may take a step."""
+    lease_expires: Mapped[float | None]
 
 
 class Version(Base):
@@ -82,6 +98,14 @@ class Version(Base):
     step_id: Mapped[int | None] = mapped_column(_RowId)
     created_at: Mapped[float]
     published_at: Mapped[float | None]
+    looks: Mapped[int] = mapped_column(default=0, server_default="0")
+    """How often the guard has compared it with earlier versions."""
+    looked: Mapped[dict[str, Any] | None]
+    """What the last of these looks found."""
+    ended_at: Mapped[float | None]
+    """When it was taken out of service; its files may be deleted a while later."""
+    deleted_at: Mapped[float | None]
+    """When its files were deleted; it cannot be gone back to any more."""
 
     __table_args__ = (
         ForeignKeyConstraint(["project", "policy"], ["policies.project", "policies.name"]),
@@ -102,6 +126,10 @@ class Group(Base):
     closed_at: Mapped[float | None]
     lease_owner: Mapped[str | None]
     lease_expires: Mapped[float | None]
+    strikes: Mapped[int] = mapped_column(server_default="0")
+    """Steps with this group that were undone; it stands behind groups with fewer."""
+    reason: Mapped[str | None]
+    """Why the last of them was undone."""
 
     __table_args__ = (Index("ix_groups_policy_updated", "project", "policy", "updated_at"),)
 
@@ -274,6 +302,8 @@ class Step(Base):
     config: Mapped[dict[str, Any]]
     metrics: Mapped[dict[str, Any] | None]
     error: Mapped[str | None]
+    reason: Mapped[str | None]
+    """Kind of the error, such as `not_finite` or `disk_full`."""
     started_at: Mapped[float]
     finished_at: Mapped[float | None]
 

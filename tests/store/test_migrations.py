@@ -67,6 +67,32 @@ def test_events_of_before_are_there_when_webhooks_come(empty_url: str):
     database.dispose()
 
 
+def test_policies_of_the_fourth_schema_go_on_under_the_fifth(empty_url: str):
+    database = Database(empty_url)
+    database.migrate("0004")
+    with database.write() as connection:
+        connection.exec_driver_sql(
+            "insert into policies (project, name, base_model, base_served, alias, head, state, "
+            "lora, settings, created_at) "
+            "values ('default', 'agent', '/base', 'base', 1, 1, 'active', '{}', '{}', 1.0)"
+        )
+        for number, state in ((0, "retired"), (1, "serving")):
+            connection.exec_driver_sql(
+                "insert into versions (project, policy, number, state, created_at) "
+                f"values ('default', 'agent', {number}, '{state}', 5.0)"
+            )
+    database.migrate("0005")
+    with database.read() as connection:
+        policy = queries.policy(connection, "default", "agent")
+        found = queries.versions(connection, "default", "agent")
+    assert (policy["rate_factor"], policy["strikes"], policy["canary"]) == (1.0, 0, None)
+    assert [(v["looks"], v["ended_at"], v["deleted_at"]) for v in found] == [
+        (0, 5.0, None),
+        (0, None, None),
+    ]
+    database.dispose()
+
+
 def test_migrating_twice_changes_nothing(database: Database):
     database.migrate()
     with database.read() as connection:
