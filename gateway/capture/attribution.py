@@ -26,6 +26,8 @@ class Claims:
     """False for a side call, such as one for a title: logged, and never trained on."""
     attribution: str = "new"
     """Which way named the trajectory: path, header, metadata, traceparent or none yet."""
+    traceparent: str | None = None
+    """The caller's trace context, whatever named the trajectory."""
 
 
 def read_claims(
@@ -36,12 +38,15 @@ def read_claims(
     Raises:
         ApiError: an id is empty, too long or not text; a split is neither train nor eval.
     """
+    trace_id = _trace_id(headers.get("traceparent"))
     claims = Claims()
+    if trace_id is not None:
+        claims.traceparent = headers["traceparent"].strip().lower()
     ways = (
         ("path", path.get("trajectory"), path.get("group")),
         ("header", headers.get("x-strop-trajectory"), headers.get("x-strop-group")),
         ("metadata", metadata.get("trajectory_id"), metadata.get("group_id")),
-        ("traceparent", _trace_id(headers.get("traceparent")), None),
+        ("traceparent", trace_id, None),
     )
     for way, trajectory, group in ways:
         if claims.trajectory is None and trajectory is not None:

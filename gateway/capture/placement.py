@@ -100,6 +100,7 @@ class Placements:
             split=place.split,
             parent_id=place.parent_id,
             task=place.task,
+            traceparent=claims.traceparent,
         )
         return Placement(ref, place, tail, digest)
 

@@ -241,7 +241,11 @@ def _free_choices(connection: Connection, project: str, doomed: Mapping[str, Row
 
 
 def _recount_rewards(connection: Connection, project: str, trajectory_ids: set[str]) -> None:
-    rewarded = exists().where(Reward.project == project, Reward.trajectory_id == Trajectory.id)
+    rewarded = exists().where(
+        Reward.project == project,
+        Reward.trajectory_id == Trajectory.id,
+        Reward.withdrawn_at.is_(None),
+    )
     connection.execute(
         update(Trajectory)
         .where(

@@ -106,7 +106,8 @@ class Entry:
         return EncodedCompletion(
             trajectory=_unpack(value["trajectory"]),
             group=_unpack(value["group"]) if value["group"] else None,
-            completion=_unpack(value["completion"]),
+            # Entries of an earlier release lack what is new.
+            completion={"traceparent": None, **_unpack(value["completion"])},
             choices=[_unpack(choice) for choice in value["choices"]],
             continued=_unpack(value["continued"]) if value["continued"] else None,
             tails={},

@@ -24,7 +24,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 DEFAULT_PROJECT = "default"
 
 _Json = JSON().with_variant(JSONB(), "postgresql")
-_RowId = BigInteger().with_variant(Integer(), "sqlite")
+RowId = BigInteger().with_variant(Integer(), "sqlite")
 
 
 class Base(DeclarativeBase):
@@ -95,7 +95,7 @@ class Version(Base):
     probe: Mapped[dict[str, Any] | None]
     """`token_ids`, `logprobs` under this version, `previous_logprobs` under its parent."""
     probe_result: Mapped[dict[str, Any] | None]
-    step_id: Mapped[int | None] = mapped_column(_RowId)
+    step_id: Mapped[int | None] = mapped_column(RowId)
     created_at: Mapped[float]
     published_at: Mapped[float | None]
     looks: Mapped[int] = mapped_column(default=0, server_default="0")
@@ -153,7 +153,7 @@ class Trajectory(Base):
     state: Mapped[str] = mapped_column(default="open")
     """`open`, `used` (a step trained on it) or `skipped` (with the reason)."""
     reason: Mapped[str | None]
-    step_id: Mapped[int | None] = mapped_column(_RowId)
+    step_id: Mapped[int | None] = mapped_column(RowId)
     created_at: Mapped[float]
     updated_at: Mapped[float]
 
@@ -209,6 +209,8 @@ class Completion(Base):
     created_at: Mapped[float]
     first_token_at: Mapped[float | None]
     finished_at: Mapped[float]
+    traceparent: Mapped[str | None]
+    """W3C trace context of the request, if it came with one."""
 
     __table_args__ = (
         ForeignKeyConstraint(
@@ -255,11 +257,12 @@ class Choice(Base):
 
 
 class Reward(Base):
-    """A number posted against a completion or a trajectory. Append-only."""
+    """A number posted against a completion or a trajectory. Append-only: a correction is a later
+    row, and a row that counts no more says since when."""
 
     __tablename__ = "rewards"
 
-    row: Mapped[int] = mapped_column(_RowId, primary_key=True, autoincrement=True)
+    row: Mapped[int] = mapped_column(RowId, primary_key=True, autoincrement=True)
     id: Mapped[str] = mapped_column(unique=True)
     project: Mapped[str]
     trajectory_id: Mapped[str]
@@ -273,6 +276,7 @@ class Reward(Base):
     idempotency_key: Mapped[str | None]
     body_digest: Mapped[bytes | None]
     created_at: Mapped[float]
+    withdrawn_at: Mapped[float | None]
 
     __table_args__ = (
         ForeignKeyConstraint(
@@ -291,7 +295,7 @@ class Step(Base):
 
     __tablename__ = "steps"
 
-    id: Mapped[int] = mapped_column(_RowId, primary_key=True, autoincrement=True)
+    id: Mapped[int] = mapped_column(RowId, primary_key=True, autoincrement=True)
     project: Mapped[str]
     policy: Mapped[str]
     parent_version: Mapped[int]
@@ -316,8 +320,8 @@ class CompletionUse(Base):
 
     __tablename__ = "completion_uses"
 
-    row: Mapped[int] = mapped_column(_RowId, primary_key=True, autoincrement=True)
-    step_id: Mapped[int | None] = mapped_column(_RowId)
+    row: Mapped[int] = mapped_column(RowId, primary_key=True, autoincrement=True)
+    step_id: Mapped[int | None] = mapped_column(RowId)
     completion_id: Mapped[str]
     choice: Mapped[int]
     trajectory_id: Mapped[str]
@@ -339,7 +343,7 @@ class Event(Base):
 
     __tablename__ = "events"
 
-    id: Mapped[int] = mapped_column(_RowId, primary_key=True, autoincrement=True)
+    id: Mapped[int] = mapped_column(RowId, primary_key=True, autoincrement=True)
     project: Mapped[str]
     policy: Mapped[str]
     kind: Mapped[str]

@@ -302,7 +302,11 @@ def _rewards(
     trajectory_ids: Sequence[str] | None,
     completion_id: str | None = None,
 ) -> list[StoredReward]:
-    query = select(Reward.__table__).where(Reward.project == project).order_by(Reward.row)
+    query = (
+        select(Reward.__table__)
+        .where(Reward.project == project, Reward.withdrawn_at.is_(None))
+        .order_by(Reward.row)
+    )
     if trajectory_ids is not None:
         query = query.where(Reward.trajectory_id.in_(trajectory_ids))
     if completion_id is not None:

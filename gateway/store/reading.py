@@ -111,4 +111,5 @@ def _whole(
         first_token_at=row["first_token_at"],
         finished_at=row["finished_at"],
         choices=choices,
+        traceparent=row["traceparent"],
     )

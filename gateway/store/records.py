@@ -34,6 +34,8 @@ class TrajectoryRef:
     split: str = "train"
     parent_id: str | None = None
     task: str | None = None
+    traceparent: str | None = None
+    """W3C trace context of this request."""
 
 
 @dataclass(slots=True)
@@ -134,6 +136,7 @@ class StoredCompletion:
     first_token_at: float | None
     finished_at: float
     choices: list[StoredChoice]
+    traceparent: str | None = None
 
 
 @dataclass(slots=True)

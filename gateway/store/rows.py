@@ -92,6 +92,7 @@ def encode(captured: CapturedCompletion) -> EncodedCompletion:
         "created_at": captured.created_at,
         "first_token_at": captured.first_token_at,
         "finished_at": captured.finished_at,
+        "traceparent": ref.traceparent,
     }
     return EncodedCompletion(
         trajectory=_trajectory(captured),

@@ -35,7 +35,11 @@ def rewards_by_version(connection: Connection, project: str, policy: str) -> lis
             Trajectory,
             (Trajectory.project == Reward.project) & (Trajectory.id == Reward.trajectory_id),
         )
-        .where(Reward.project == project, Trajectory.policy == policy)
+        .where(
+            Reward.project == project,
+            Reward.withdrawn_at.is_(None),
+            Trajectory.policy == policy,
+        )
         .group_by(Reward.trajectory_id, Reward.completion_id, Reward.choice, Reward.name)
     )
     began = (

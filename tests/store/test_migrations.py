@@ -5,11 +5,21 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import insert, inspect, select
+from sqlalchemy import insert, inspect, select, text
 
 from gateway.store import Database, listing, queries
 from gateway.store.models import Base, Event, Webhook
-from gateway.store.writer import Writer
+from gateway.store.records import CapturedCompletion
+from gateway.store.rows import encode
+from gateway.store.tracing_models import (
+    JudgeCall,
+    JudgedGroup,
+    LangfuseCursor,
+    LangfuseScore,
+    LangfuseTrace,
+    Lease,
+    OutboxEntry,
+)
 from tests.store.conftest import Captured
 
 ELSEWHERE = {"sqlite": "ix_completions_metadata_keys", "postgresql": "ix_completions_metadata"}
@@ -27,25 +37,42 @@ def test_the_migrations_make_what_the_models_say(database: Database):
         assert compare_metadata(context, Base.metadata) == []
 
 
-async def test_a_log_of_the_first_schema_is_listed_after_the_second(
-    empty_url: str, captured: Captured
-):
+def store_as_it_was(database: Database, item: CapturedCompletion) -> None:
+    """Store a completion in a schema that lacks columns of today's."""
+    rows = encode(item)
+    with database.write() as connection:
+        for table, values in (
+            ("groups", [rows.group]),
+            ("trajectories", [rows.trajectory]),
+            ("completions", [rows.completion]),
+            ("choices", rows.choices),
+        ):
+            known = {column["name"] for column in inspect(connection).get_columns(table)}
+            for row in values:
+                kept = {name: value for name, value in row.items() if name in known}
+                connection.execute(insert(Base.metadata.tables[table]).values(kept))
+
+
+def test_a_log_of_the_first_schema_is_listed_after_the_second(empty_url: str, captured: Captured):
     database = Database(empty_url)
     database.migrate("0001")
-    writer = Writer(database)
-    writer.start()
-    items = [captured(f"t{n}", client_metadata={"user": f"u{n}"}) for n in range(5)]
+    items = [
+        captured(f"t{n}", f"g{n}", client_metadata={"user": f"u{n}"}, first_token_at=n / 2)
+        for n in range(5)
+    ]
     for item in items:
-        await writer.store(item)
-    await writer.close()
-    with database.read() as connection:
-        before = [queries.completion(connection, "default", item.id) for item in items]
+        store_as_it_was(database, item)
     database.migrate("0002")
+    chosen = listing.Filter(policy="agent", metadata={"user": "u3"})
+    database.migrate()
     with database.read() as connection:
-        assert [queries.completion(connection, "default", item.id) for item in items] == before
-        chosen = listing.Filter(policy="agent", metadata={"user": "u3"})
         page, _ = listing.page(connection, "default", chosen, limit=5)
+        found = [queries.completion(connection, "default", item.id) for item in items]
     assert [item.id for item in page] == [items[3].id]
+    for item, stored in zip(items, found, strict=True):
+        for name in ("messages", "request", "prompt_ids", "first_token_at", "client_metadata"):
+            assert getattr(stored, name) == getattr(item, name)
+        assert [c.token_ids for c in stored.choices] == [c.token_ids for c in item.choices]
     database.dispose()
 
 
@@ -90,6 +117,42 @@ def test_policies_of_the_fourth_schema_go_on_under_the_fifth(empty_url: str):
         (0, 5.0, None),
         (0, None, None),
     ]
+    database.dispose()
+
+
+def test_what_was_logged_before_tracing_is_whole_after_it(empty_url: str, captured: Captured):
+    database = Database(empty_url)
+    database.migrate("0005")
+    item = captured()
+    store_as_it_was(database, item)
+    reward = {"id": "reward-1", "project": "default", "trajectory_id": "t", "name": "reward"}
+    with database.write() as connection:
+        connection.execute(
+            text(
+                "INSERT INTO rewards (id, project, trajectory_id, name, reward, source, created_at)"
+                " VALUES (:id, :project, :trajectory_id, :name, 0.5, 'api', 7)"
+            ),
+            reward,
+        )
+    database.migrate("0006")
+    with database.write() as connection:
+        found = queries.trajectory(connection, "default", "t")
+        for model in (Lease, OutboxEntry, LangfuseTrace, LangfuseCursor, LangfuseScore):
+            assert connection.execute(select(model.__table__)).all() == []
+        for number in range(2):
+            added = connection.execute(
+                insert(OutboxEntry)
+                .values(project="default", kind="completion", ref=item.id, at=1.0)
+                .returning(OutboxEntry.row)
+            )
+            assert added.scalar_one() == number + 1
+        call = {"project": "p", "policy": "a", "group_id": "g", "key": b"k", "cost": 0.1, "at": 1.0}
+        connection.execute(insert(JudgeCall).values(answer={"ranking": []}, **call))
+        assert connection.execute(select(JudgeCall.answer)).scalar_one() == {"ranking": []}
+        assert connection.execute(select(JudgedGroup.__table__)).all() == []
+    assert found is not None
+    assert [completion.traceparent for completion in found.completions] == [None]
+    assert [(reward.id, reward.reward) for reward in found.rewards] == [("reward-1", 0.5)]
     database.dispose()
 
 
