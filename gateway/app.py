@@ -30,6 +30,7 @@ from gateway.api.responses import Responses
 from gateway.api.text import TextCompletions
 from gateway.auth import Authentication, Authenticator
 from gateway.backends.vllm import ReplicaPool
+from gateway.backends.wire import IDLE_SECONDS
 from gateway.capture.placement import Placements
 from gateway.capture.retries import Retries
 from gateway.dashboard import pages
@@ -39,11 +40,6 @@ from gateway.settings import Settings
 from gateway.store import Database
 from gateway.store.journal import Journal
 from gateway.store.writer import Writer
-
-# Below the 5 seconds after which vLLM's server closes an idle connection, so that no request is
-# sent on one that is being closed.
-_IDLE_SECONDS = 3.0
-
 
 SURFACES: dict[str, tuple[ASGIApp, str]] = {
     "chat/completions": (ChatCompletions(), "OpenAI's chat completions"),
@@ -124,7 +120,7 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
         sock_connect=settings.connect_timeout,
         sock_read=settings.upstream_timeout,
     )
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         pool = ReplicaPool(settings.replicas, session)
         publisher = Publisher(
@@ -151,6 +147,7 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
         finally:
+            pool.close()
             await writer.close()
             database.dispose()
 

@@ -23,7 +23,7 @@ from gateway.api.delivery import (
     take_tokens,
 )
 from gateway.api.endpoint import JsonEndpoint
-from gateway.backends.vllm import error_message
+from gateway.backends.vllm import UpstreamResponse, error_message
 from gateway.capture.attribution import read_claims
 from gateway.capture.placement import Placement
 from gateway.capture.request import (
@@ -227,9 +227,7 @@ async def _stream(gateway: Gateway, exchange: Exchange, send: Send) -> None:
     await send_body(send, b"".join((*capture.held, DONE)))
 
 
-async def _open(
-    gateway: Gateway, exchange: Exchange, stack: AsyncExitStack
-) -> aiohttp.ClientResponse:
+async def _open(gateway: Gateway, exchange: Exchange, stack: AsyncExitStack) -> UpstreamResponse:
     response = await open_upstream(
         gateway,
         exchange.captured,

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.backends.vllm import Replica
+from gateway.backends.vllm import Replica, UpstreamResponse
 from gateway.capture import threads
 from gateway.capture.placement import Placement
 from gateway.capture.tokens import Capture
@@ -32,7 +32,7 @@ async def open_upstream(
     path: str,
     body: dict[str, Any],
     stack: AsyncExitStack,
-) -> aiohttp.ClientResponse | None:
+) -> UpstreamResponse | None:
     """Send a request to a replica; one that takes no connection is replaced by another, once.
 
     None: none takes it. The response is closed with `stack`, which makes vLLM abort what it has

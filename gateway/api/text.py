@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.delivery import EVENTS, JSON, NO_REPLICA, open_upstream, store
 from gateway.api.endpoint import JsonEndpoint
-from gateway.backends.vllm import error_message
+from gateway.backends.vllm import UpstreamResponse, error_message
 from gateway.capture.attribution import read_claims
 from gateway.capture.request import Wants, sampling_of, upstream_body
 from gateway.capture.streaming import DONE, BrokenStream, encode, relay
@@ -223,7 +223,7 @@ class _logged:
         self._exchange = exchange
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> aiohttp.ClientResponse:
+    async def __aenter__(self) -> UpstreamResponse:
         try:
             return await self._open()
         except BaseException as error:
@@ -248,7 +248,7 @@ class _logged:
         if failure is not None and failure is not error:
             raise failure from error
 
-    async def _open(self) -> aiohttp.ClientResponse:
+    async def _open(self) -> UpstreamResponse:
         exchange = self._exchange
         response = await open_upstream(
             self._gateway,

@@ -9,7 +9,11 @@ from typing import Any
 import aiohttp
 import orjson
 
+from gateway.backends.wire import Response, Wire
+
 Json = dict[str, Any]
+
+UpstreamResponse = aiohttp.ClientResponse | Response
 
 _STICKY_SLACK = 4
 """How many more requests than the least loaded a replica may have and still keep its
@@ -34,6 +38,7 @@ class Replica:
     def __init__(self, url: str, session: aiohttp.ClientSession):
         self.url = url.rstrip("/").removesuffix("/v1")
         self._session = session
+        self._wire = Wire.to(self.url, session.timeout)
         self.healthy = False
         self.error: str | None = "not asked yet"
         self.models: frozenset[str] = frozenset()
@@ -60,9 +65,7 @@ class Replica:
         self.models = self.proven = frozenset()
 
     @asynccontextmanager
-    async def post(
-        self, path: str, body: Json, model: str
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def post(self, path: str, body: Json, model: str) -> AsyncIterator[UpstreamResponse]:
         """Send a request and give the response before its body.
 
         Leaving the block early closes the connection, which makes vLLM abort the request.
@@ -74,10 +77,13 @@ class Replica:
         self.in_flight += 1
         self.in_flight_by_model[model] = self.in_flight_by_model.get(model, 0) + 1
         try:
+            data = orjson.dumps(body)
+            if self._wire is not None:
+                async with self._wire.post(path, data) as answer:
+                    yield answer
+                return
             async with self._session.post(
-                self.url + path,
-                data=orjson.dumps(body),
-                headers={"content-type": "application/json"},
+                self.url + path, data=data, headers={"content-type": "application/json"}
             ) as response:
                 yield response
         finally:
@@ -85,6 +91,11 @@ class Replica:
             self.in_flight_by_model[model] -= 1
             if not self.in_flight_by_model[model]:
                 del self.in_flight_by_model[model]
+
+    def close(self) -> None:
+        """Close the connections that nobody uses."""
+        if self._wire is not None:
+            self._wire.close()
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter under a name; one that is loaded already is fine."""
@@ -173,6 +184,11 @@ class ReplicaPool:
     async def refresh(self) -> None:
         """Ask every replica what it serves."""
         await asyncio.gather(*(replica.refresh() for replica in self.replicas))
+
+    def close(self) -> None:
+        """Close the connections that nobody uses."""
+        for replica in self.replicas:
+            replica.close()
 
     @property
     def healthy(self) -> list[Replica]:

@@ -1,8 +1,8 @@
 """The life of one stream: from vLLM's bytes to the client's, with the tokens taken out."""
 
 from collections.abc import AsyncIterator
+from typing import Protocol
 
-import aiohttp
 import orjson
 
 from gateway.capture.tokens import Capture, Json
@@ -10,11 +10,18 @@ from gateway.capture.tokens import Capture, Json
 DONE = b"data: [DONE]\n\n"
 
 
+class Body(Protocol):
+    """Where the pieces of an answer come from."""
+
+    def iter_any(self) -> AsyncIterator[bytes]:
+        """The pieces as they arrive."""
+
+
 class BrokenStream(Exception):
     """The upstream ended without its last event, or sent what is not an event."""
 
 
-async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def events(content: Body) -> AsyncIterator[bytes]:
     """The data of each server-sent event; `[DONE]` ends it and is not given.
 
     Raises:
@@ -35,7 +42,7 @@ async def events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     raise BrokenStream("vLLM closed the stream before its end")
 
 
-async def relay(content: aiohttp.StreamReader, capture: Capture) -> AsyncIterator[bytes]:
+async def relay(content: Body, capture: Capture) -> AsyncIterator[bytes]:
     """Events for the client, as they come.
 
     From the chunk that ends the last choice on, nothing is given: that is held back until the
