@@ -154,6 +154,10 @@ class Trajectory(Base):
     """`open`, `used` (a step trained on it) or `skipped` (with the reason)."""
     reason: Mapped[str | None]
     step_id: Mapped[int | None] = mapped_column(RowId)
+    revision: Mapped[int] = mapped_column(server_default="0")
+    """How often its rewards changed."""
+    settled_revision: Mapped[int | None]
+    """The revision that the trainer decided about last; null if it never did."""
     created_at: Mapped[float]
     updated_at: Mapped[float]
 
@@ -331,10 +335,16 @@ class CompletionUse(Base):
     tokens: Mapped[int]
     """Sampled tokens that the loss was taken over; 0 where a reason is given."""
     reason: Mapped[str | None]
+    revision: Mapped[int] = mapped_column(server_default="0")
+    baseline: Mapped[float | None]
+    """What the reward was compared with."""
+    ratio: Mapped[float | None]
+    """Mean importance weight of its tokens, against the version that sampled them."""
 
     __table_args__ = (
         Index("ix_uses_step", "step_id"),
         Index("ix_uses_completion", "completion_id"),
+        Index("ix_uses_trajectory", "trajectory_id"),
     )
 
 

@@ -8,7 +8,8 @@ from alembic.migration import MigrationContext
 from sqlalchemy import insert, inspect, select, text
 
 from gateway.store import Database, listing, queries
-from gateway.store.models import Base, Event, Webhook
+from gateway.store.baselines import Baseline
+from gateway.store.models import Base, CompletionUse, Event, Trajectory, Webhook
 from gateway.store.records import CapturedCompletion
 from gateway.store.rows import encode
 from gateway.store.tracing_models import (
@@ -134,7 +135,7 @@ def test_what_was_logged_before_tracing_is_whole_after_it(empty_url: str, captur
             ),
             reward,
         )
-    database.migrate("0006")
+    database.migrate()
     with database.write() as connection:
         found = queries.trajectory(connection, "default", "t")
         for model in (Lease, OutboxEntry, LangfuseTrace, LangfuseCursor, LangfuseScore):
@@ -153,6 +154,34 @@ def test_what_was_logged_before_tracing_is_whole_after_it(empty_url: str, captur
     assert found is not None
     assert [completion.traceparent for completion in found.completions] == [None]
     assert [(reward.id, reward.reward) for reward in found.rewards] == [("reward-1", 0.5)]
+    database.dispose()
+
+
+def test_what_was_trained_on_before_revisions_counts_as_settled(empty_url: str):
+    database = Database(empty_url)
+    database.migrate("0006")
+    with database.write() as connection:
+        for id, state in (("a", "open"), ("b", "used"), ("c", "skipped")):
+            connection.exec_driver_sql(
+                "insert into trajectories (project, id, policy, group_id, split, attribution, "
+                "rewarded, state, created_at, updated_at) values "
+                f"('default', '{id}', 'agent', 'g', 'train', 'path', true, '{state}', 1.0, 1.0)"
+            )
+        connection.exec_driver_sql(
+            "insert into completion_uses (completion_id, choice, trajectory_id, group_id, tokens) "
+            "values ('c1', 0, 'b', 'g', 3)"
+        )
+    database.migrate("0007")
+    with database.read() as connection:
+        columns = (Trajectory.id, Trajectory.revision, Trajectory.settled_revision)
+        assert sorted(connection.execute(select(*columns)).tuples()) == [
+            ("a", 0, None),
+            ("b", 0, 0),
+            ("c", 0, 0),
+        ]
+        use = connection.execute(select(CompletionUse.__table__)).mappings().one()
+        assert connection.execute(select(Baseline.__table__)).all() == []
+    assert (use["revision"], use["baseline"], use["ratio"]) == (0, None, None)
     database.dispose()
 
 
