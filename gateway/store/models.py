@@ -17,6 +17,7 @@ from sqlalchemy import (
     LargeBinary,
     Text,
     UniqueConstraint,
+    text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -25,6 +26,13 @@ DEFAULT_PROJECT = "default"
 
 _Json = JSON().with_variant(JSONB(), "postgresql")
 RowId = BigInteger().with_variant(Integer(), "sqlite")
+
+
+def _where(index: Index, condition: str) -> Index:
+    """An index of those rows alone that a condition holds for."""
+    for dialect in ("sqlite", "postgresql"):
+        index.dialect_options[dialect]["where"] = text(condition)
+    return index
 
 
 class Base(DeclarativeBase):
@@ -130,8 +138,26 @@ class Group(Base):
     """Steps with this group that were undone; it stands behind groups with fewer."""
     reason: Mapped[str | None]
     """Why the last of them was undone."""
+    waiting: Mapped[int] = mapped_column(server_default="0")
+    """Rewarded members that wait for training: trajectories, and choices that were rewarded one by
+    one. What the store keeps of it may be too high for a while, and is never too low."""
+    oldest_at: Mapped[float | None]
+    """When the oldest of its trajectories that wait, with a reward or without, began; never too
+    late, and null only where none waits."""
+    choices: Mapped[int | None]
+    """How many choices there are, in a group of the choices of one completion; null in a group of
+    trajectories."""
 
-    __table_args__ = (Index("ix_groups_policy_updated", "project", "policy", "updated_at"),)
+    __table_args__ = (
+        Index("ix_groups_policy_updated", "project", "policy", "updated_at"),
+        # The three ways to become ready, none of which reads the groups that are not.
+        _where(Index("ix_groups_waiting", "project", "policy", "waiting"), "waiting > 0"),
+        _where(Index("ix_groups_oldest", "project", "policy", "oldest_at"), "waiting > 0"),
+        _where(
+            Index("ix_groups_ended", "project", "policy", "oldest_at"),
+            "(closed_at IS NOT NULL OR choices IS NOT NULL) AND oldest_at IS NOT NULL",
+        ),
+    )
 
 
 class Trajectory(Base):
@@ -163,7 +189,12 @@ class Trajectory(Base):
 
     __table_args__ = (
         Index("ix_trajectories_group", "project", "policy", "group_id"),
-        Index("ix_trajectories_waiting", "project", "policy", "split", "state", "rewarded"),
+        _where(
+            Index(
+                "ix_trajectories_open", "project", "policy", "group_id", "rewarded", "created_at"
+            ),
+            "state = 'open' AND split = 'train'",
+        ),
         Index("ix_trajectories_parent", "project", "parent_id"),
         Index("ix_trajectories_created", "project", "created_at"),
     )
