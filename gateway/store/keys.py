@@ -7,13 +7,31 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, Index, func, insert, select, update
+from sqlalchemy.orm import Mapped, mapped_column
 
 from gateway.store.ids import new_id
-from gateway.store.models import ApiKey
+from gateway.store.models import Base
 
 SCOPES = ("inference", "reward", "read", "admin")
 PREFIX = "sk-strop-"
+
+
+class ApiKey(Base):
+    """A key of a project; only its digest is kept."""
+
+    __tablename__ = "api_keys"
+
+    id: Mapped[str] = mapped_column(primary_key=True)
+    project: Mapped[str]
+    name: Mapped[str]
+    digest: Mapped[bytes] = mapped_column(unique=True)
+    scopes: Mapped[str]
+    """Comma-separated: `inference`, `reward`, `read`, `admin`."""
+    created_at: Mapped[float]
+    revoked_at: Mapped[float | None]
+
+    __table_args__ = (Index("ix_api_keys_project", "project"),)
 
 
 @dataclass(frozen=True, slots=True)

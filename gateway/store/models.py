@@ -139,18 +139,14 @@ class Group(Base):
     reason: Mapped[str | None]
     """Why the last of them was undone."""
     waiting: Mapped[int] = mapped_column(server_default="0")
-    """Rewarded members that wait for training: trajectories, and choices that were rewarded one by
-    one. What the store keeps of it may be too high for a while, and is never too low."""
+    """Rewarded members (trajectories, or choices of one) that wait for training; never too low."""
     oldest_at: Mapped[float | None]
-    """When the oldest of its trajectories that wait, with a reward or without, began; never too
-    late, and null only where none waits."""
+    """When the oldest trajectory that waits, rewarded or not, began; null only where none does."""
     choices: Mapped[int | None]
-    """How many choices there are, in a group of the choices of one completion; null in a group of
-    trajectories."""
+    """In a group of the choices of one completion how many there are; null for trajectories."""
 
     __table_args__ = (
         Index("ix_groups_policy_updated", "project", "policy", "updated_at"),
-        # The three ways to become ready, none of which reads the groups that are not.
         _where(Index("ix_groups_waiting", "project", "policy", "waiting"), "waiting > 0"),
         _where(Index("ix_groups_oldest", "project", "policy", "oldest_at"), "waiting > 0"),
         _where(
@@ -393,23 +389,6 @@ class Event(Base):
     at: Mapped[float]
 
     __table_args__ = (Index("ix_events_policy", "project", "policy", "id"),)
-
-
-class ApiKey(Base):
-    """A key of a project; only its digest is kept."""
-
-    __tablename__ = "api_keys"
-
-    id: Mapped[str] = mapped_column(primary_key=True)
-    project: Mapped[str]
-    name: Mapped[str]
-    digest: Mapped[bytes] = mapped_column(unique=True)
-    scopes: Mapped[str]
-    """Comma-separated: `inference`, `reward`, `read`, `admin`."""
-    created_at: Mapped[float]
-    revoked_at: Mapped[float | None]
-
-    __table_args__ = (Index("ix_api_keys_project", "project"),)
 
 
 class Webhook(Base):
