@@ -6,44 +6,13 @@ Times are Unix seconds (UTC). Every row belongs to a project. Ids that a client 
 
 from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Double,
-    ForeignKey,
-    ForeignKeyConstraint,
-    Index,
-    Integer,
-    LargeBinary,
-    Text,
-    UniqueConstraint,
-    text,
-)
-from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy import BigInteger, ForeignKey, ForeignKeyConstraint, Index, UniqueConstraint
+from sqlalchemy.orm import Mapped, mapped_column
 
-DEFAULT_PROJECT = "default"
-
-_Json = JSON().with_variant(JSONB(), "postgresql")
-RowId = BigInteger().with_variant(Integer(), "sqlite")
-
-
-def _where(index: Index, condition: str) -> Index:
-    """An index of those rows alone that a condition holds for."""
-    for dialect in ("sqlite", "postgresql"):
-        index.dialect_options[dialect]["where"] = text(condition)
-    return index
-
-
-class Base(DeclarativeBase):
-    """Maps Python annotations to column types that SQLite and PostgreSQL share."""
-
-    type_annotation_map = {  # noqa: RUF012
-        str: Text,
-        float: Double,
-        bytes: LargeBinary,
-        dict[str, Any]: _Json,
-    }
+from gateway.store.base import DEFAULT_PROJECT as DEFAULT_PROJECT
+from gateway.store.base import Base as Base
+from gateway.store.base import RowId as RowId
+from gateway.store.base import only_where
 
 
 class Policy(Base):
@@ -147,9 +116,9 @@ class Group(Base):
 
     __table_args__ = (
         Index("ix_groups_policy_updated", "project", "policy", "updated_at"),
-        _where(Index("ix_groups_waiting", "project", "policy", "waiting"), "waiting > 0"),
-        _where(Index("ix_groups_oldest", "project", "policy", "oldest_at"), "waiting > 0"),
-        _where(
+        only_where(Index("ix_groups_waiting", "project", "policy", "waiting"), "waiting > 0"),
+        only_where(Index("ix_groups_oldest", "project", "policy", "oldest_at"), "waiting > 0"),
+        only_where(
             Index("ix_groups_ended", "project", "policy", "oldest_at"),
             "(closed_at IS NOT NULL OR choices IS NOT NULL) AND oldest_at IS NOT NULL",
         ),
@@ -185,7 +154,7 @@ class Trajectory(Base):
 
     __table_args__ = (
         Index("ix_trajectories_group", "project", "policy", "group_id"),
-        _where(
+        only_where(
             Index(
                 "ix_trajectories_open", "project", "policy", "group_id", "rewarded", "created_at"
             ),
