@@ -34,6 +34,7 @@ from gateway.backends.wire import IDLE_SECONDS
 from gateway.capture.placement import Placements
 from gateway.capture.retries import Retries
 from gateway.dashboard import pages
+from gateway.front import Strop
 from gateway.gateway import Gateway
 from gateway.publisher import Publisher
 from gateway.settings import Settings
@@ -66,17 +67,19 @@ def build(settings: Settings | None = None) -> FastAPI:
             app.state.authenticator = Authenticator(gateway.database, settings.admin_key)
             yield
 
-    app = FastAPI(
+    app = Strop(
         title="strop",
         version=__version__,
         summary="A drop-in OpenAI API gateway that makes the model behind it better at its job.",
         lifespan=lifespan,
     )
     errors.install(app)
+    # `Strop` calls the same for its hot path, which passes no middleware.
     app.add_middleware(Authentication)
     for path, (surface, _) in SURFACES.items():
         for prefix in ("/v1", "/rollouts/{group}/{trajectory}/v1"):
             app.router.routes.append(Route(f"{prefix}/{path}", surface, methods=["POST"]))
+    app.hot = {f"/v1/{path}": surface for path, (surface, _) in SURFACES.items()}
     schema.describe(app, {path: summary for path, (_, summary) in SURFACES.items()})
     for module in (
         rewards,

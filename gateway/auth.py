@@ -11,17 +11,18 @@ import ipaddress
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 from sqlalchemy.exc import OperationalError
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.capture.translate_messages import error_body
 from gateway.errors import ApiError, json_response
+from gateway.http import headers_of
 from gateway.store import Database, keys
 from gateway.store.journal import connection_lost
 from gateway.store.models import DEFAULT_PROJECT
@@ -65,6 +66,7 @@ def needed_scope(method: str, path: str) -> str:
     return "admin"
 
 
+@lru_cache(1024)
 def is_loopback(host: str) -> bool:
     """Whether an address, or the name localhost, is this machine's own."""
     try:
@@ -82,7 +84,7 @@ class Authenticator:
         self._known: OrderedDict[bytes, tuple[float, Principal | None]] = OrderedDict()
         self._keys_exist = (_NEVER, False)
 
-    async def principal(self, headers: Headers, client: str) -> Principal:
+    async def principal(self, headers: Mapping[str, str], client: str) -> Principal:
         """Who sends a request.
 
         Raises:
@@ -165,7 +167,7 @@ async def _ask(question: Callable[[], T], known: tuple[T] | None) -> T:
     return known[0]
 
 
-def _secret(headers: Headers) -> str | None:
+def _secret(headers: Mapping[str, str]) -> str | None:
     scheme, _, value = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
@@ -173,11 +175,29 @@ def _secret(headers: Headers) -> str | None:
     return headers.get("x-api-key")
 
 
-def _refusal(error: ApiError, path: str) -> Response:
+def refusal(error: ApiError, path: str) -> Response:
     """The answer, in the format of the surface that was asked."""
     if "/v1/messages" in path:
         return json_response(error_body(error), error.status)
     return error.response()
+
+
+async def authenticate(scope: Scope, needed: str) -> None:
+    """Put the sender's principal into the scope.
+
+    Raises:
+        ApiError: 401 or 403, it is nobody, or may not do what needs the scope `needed`.
+    """
+    authenticator: Authenticator = scope["app"].state.authenticator
+    client = (scope.get("client") or ("127.0.0.1", 0))[0]
+    principal = await authenticator.principal(headers_of(scope), client)
+    if needed not in principal.scopes and "admin" not in principal.scopes:
+        raise ApiError(
+            403,
+            f"This key may not do that: it needs the scope {needed}.",
+            code="insufficient_scope",
+        )
+    scope.setdefault("state", {})["principal"] = principal
 
 
 class Authentication:
@@ -192,18 +212,8 @@ class Authentication:
             await self._app(scope, receive, send)
             return
         try:
-            authenticator: Authenticator = scope["app"].state.authenticator
-            client = (scope.get("client") or ("127.0.0.1", 0))[0]
-            principal = await authenticator.principal(Headers(scope=scope), client)
-            needed = needed_scope(scope["method"], scope["path"])
-            if not {needed, "admin"} & principal.scopes:
-                raise ApiError(
-                    403,
-                    f"This key may not do that: it needs the scope {needed}.",
-                    code="insufficient_scope",
-                )
+            await authenticate(scope, needed_scope(scope["method"], scope["path"]))
         except ApiError as error:
-            await _refusal(error, scope["path"])(scope, receive, send)
+            await refusal(error, scope["path"])(scope, receive, send)
             return
-        scope.setdefault("state", {})["principal"] = principal
         await self._app(scope, receive, send)

@@ -98,6 +98,19 @@ def _place(location: Sequence[int | str]) -> str | None:
     return path or None
 
 
+def database_away(error: Exception) -> Response | None:
+    """503 while the database does not answer; None where something else is wrong with it."""
+    if not connection_lost(error):
+        return None
+    message = "The database does not answer. Try again in a few seconds."
+    return ApiError(503, message, code="database_unavailable", retry_after=2).response()
+
+
+def unexpected(error: Exception) -> Response:
+    """500, without a word of what was being worked on."""
+    return ApiError(500, f"strop failed: {type(error).__name__}. See its log.").response()
+
+
 def install(app: FastAPI) -> None:
     """Make every error of the application come out in OpenAI's format."""
 
@@ -126,17 +139,17 @@ def install(app: FastAPI) -> None:
             return invalid(f"The body is not valid JSON: {first['ctx']['error']}.").response()
         return ApiError(422, message, param=param, code=first["type"]).response()
 
-    async def database_away(_: Request, error: Exception) -> Response:
-        if not connection_lost(error):
+    async def operational_error(_: Request, error: Exception) -> Response:
+        response = database_away(error)
+        if response is None:
             raise error
-        message = "The database does not answer. Try again in a few seconds."
-        return ApiError(503, message, code="database_unavailable", retry_after=2).response()
+        return response
 
-    async def unexpected(_: Request, error: Exception) -> Response:
-        return ApiError(500, f"strop failed: {type(error).__name__}. See its log.").response()
+    async def any_error(_: Request, error: Exception) -> Response:
+        return unexpected(error)
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, validation_error)
-    app.add_exception_handler(OperationalError, database_away)
-    app.add_exception_handler(Exception, unexpected)
+    app.add_exception_handler(OperationalError, operational_error)
+    app.add_exception_handler(Exception, any_error)

@@ -9,7 +9,6 @@ from typing import Any
 
 import aiohttp
 import orjson
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gateway.api import provided
@@ -40,7 +39,7 @@ from gateway.capture.tokens import Capture, WrongVersion
 from gateway.catalog import served_version
 from gateway.errors import ApiError
 from gateway.gateway import Gateway
-from gateway.http import send_body, send_start, unless_hung_up
+from gateway.http import headers_of, send_body, send_start, send_whole, unless_hung_up
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
 
@@ -89,7 +88,7 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
     Raises:
         ApiError: nothing was sent yet.
     """
-    headers = Headers(scope=scope)
+    headers = headers_of(scope)
     model = body.get("model")
     if isinstance(model, str) and model in gateway.settings.providers:
         await provided.answer(gateway, scope, receive, send, body)
@@ -109,8 +108,7 @@ async def _replay(response: Json, wants: Wants, send: Send) -> None:
     """Give a logged answer to the client that lost it."""
     replayed = (b"x-strop-replayed", b"true")
     if not wants.stream:
-        await send_start(send, 200, [JSON, replayed])
-        await send_body(send, orjson.dumps(response))
+        await send_whole(send, 200, [JSON, replayed], orjson.dumps(response))
         return
     chunks = as_chunks(response)
     await send_start(send, 200, [*EVENTS, replayed])
@@ -131,7 +129,7 @@ async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
     project, messages = gateway.project, body["messages"]
     policy, pinned = gateway.publisher.catalog.find(project, body["model"])
     metadata = body.get("metadata") or {}
-    claims = read_claims(scope["path_params"], Headers(scope=scope), metadata)
+    claims = read_claims(scope["path_params"], headers_of(scope), metadata)
     placement = await gateway.placements.find(
         project, policy.name, claims, messages, body.get("tools")
     )
@@ -182,8 +180,7 @@ async def _json(gateway: Gateway, exchange: Exchange, send: Send) -> None:
         raise await _upstream_broke(gateway, exchange, error) from error
     _complete(exchange)
     await store(gateway, exchange.captured)
-    await send_start(send, 200, [JSON, *exchange.headers()])
-    await send_body(send, orjson.dumps(capture.response))
+    await send_whole(send, 200, [JSON, *exchange.headers()], orjson.dumps(capture.response))
 
 
 async def _stream(gateway: Gateway, exchange: Exchange, send: Send) -> None:
@@ -302,5 +299,4 @@ async def _upstream_error(
     captured.status, captured.reason, captured.http_status = "error", "aborted", status
     captured.response = {"error": {"message": error_message(raw)}}
     await store(gateway, exchange.captured)
-    await send_start(send, status, [JSON, *exchange.headers()])
-    await send_body(send, raw)
+    await send_whole(send, status, [JSON, *exchange.headers()], raw)

@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import orjson
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.delivery import EVENTS, JSON, leave_keys, store, take_tokens
@@ -16,7 +15,7 @@ from gateway.capture.request import check_chat, wants_of
 from gateway.capture.streaming import DONE, encode
 from gateway.capture.tokens import Capture
 from gateway.gateway import Gateway
-from gateway.http import send_body, send_start, unless_hung_up
+from gateway.http import headers_of, send_body, send_start, send_whole, unless_hung_up
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
 
@@ -27,7 +26,7 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
     """Answer a request for a configured provider's model."""
     check_chat(body)
     name = body["model"]
-    claims = read_claims(scope["path_params"], Headers(scope=scope), body.get("metadata") or {})
+    claims = read_claims(scope["path_params"], headers_of(scope), body.get("metadata") or {})
     placement = await gateway.placements.find(
         gateway.project, name, claims, body["messages"], body.get("tools")
     )
@@ -66,8 +65,7 @@ async def _whole(
     capture = _capture(captured, body)
     capture.take_body(response)
     await _store(gateway, captured, placement, capture)
-    await send_start(send, 200, [JSON, *_headers(captured)])
-    await send_body(send, orjson.dumps(capture.response))
+    await send_whole(send, 200, [JSON, *_headers(captured)], orjson.dumps(capture.response))
 
 
 async def _stream(

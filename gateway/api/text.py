@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import orjson
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.delivery import EVENTS, JSON, NO_REPLICA, open_upstream, store
@@ -26,7 +25,7 @@ from gateway.capture.translate_text import TextCapture
 from gateway.catalog import served_version
 from gateway.errors import ApiError, invalid
 from gateway.gateway import Gateway
-from gateway.http import send_body, send_start, unless_hung_up
+from gateway.http import headers_of, send_body, send_start, send_whole, unless_hung_up
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
 
@@ -114,7 +113,7 @@ async def _prepare(
         raise ApiError(429, "The log cannot keep up. Try again in a second.", retry_after=1)
     policy, pinned = gateway.publisher.catalog.find(gateway.project, body["model"])
     metadata = body.get("metadata") or {}
-    claims = read_claims(scope["path_params"], Headers(scope=scope), metadata)
+    claims = read_claims(scope["path_params"], headers_of(scope), metadata)
     # Only for the task: what is logged has no messages.
     asked = [{"role": "user", "content": prompt}]
     placement = await gateway.placements.find(gateway.project, policy.name, claims, asked, None)
@@ -168,8 +167,7 @@ async def _whole(gateway: Gateway, exchanges: list[Exchange], body: Json, send: 
     answers = [exchange.capture.response for exchange in exchanges]
     choices = [choice for answer in answers for choice in answer["choices"]]
     answer = {**answers[0], "choices": choices, "usage": _usage(exchanges)}
-    await send_start(send, 200, [JSON, *_headers(exchanges[0])])
-    await send_body(send, orjson.dumps(answer))
+    await send_whole(send, 200, [JSON, *_headers(exchanges[0])], orjson.dumps(answer))
 
 
 async def _one(gateway: Gateway, exchange: Exchange) -> None:

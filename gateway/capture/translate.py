@@ -18,7 +18,7 @@ from starlette.types import Message, Send
 
 from gateway.backends.vllm import error_message
 from gateway.errors import ApiError
-from gateway.http import send_body, send_start
+from gateway.http import send_body, send_whole
 
 log = logging.getLogger("strop.translate")
 
@@ -106,8 +106,9 @@ class Translated:
                 await send_body(self._send, body, more=message["more_body"])
         else:
             status, body = self._json(message["body"])
-            await send_start(self._send, status, self._start["headers"])
-            await send_body(self._send, body)
+            # The length was that of the chat answer.
+            kept = [item for item in self._start["headers"] if item[0] != b"content-length"]
+            await send_whole(self._send, status, kept, body)
 
     def _json(self, raw: bytes) -> tuple[int, bytes]:
         status: int = self._start["status"]

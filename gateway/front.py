@@ -1,0 +1,76 @@
+"""The application, with a short way in for its hot path.
+
+A request that FastAPI routes passes through its middleware, its router and Starlette's, which costs
+more than all that strop does with it (see docs/measurements.md). Requests for completions go to
+their endpoint straight away: authenticated, scope-checked, and with errors answered, as the
+framework's way would. Every other request takes that way.
+"""
+
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+
+from fastapi import FastAPI
+from sqlalchemy.exc import OperationalError
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.auth import authenticate, refusal
+from gateway.errors import ApiError, database_away, unexpected
+
+_ROLLOUT = re.compile(r"/rollouts/(?P<group>[^/]+)/(?P<trajectory>[^/]+)(?P<path>/v1/.+)")
+
+
+class Strop(FastAPI):
+    """FastAPI, but for the paths in `hot`.
+
+    A middleware that is added to the application does not see those: what must hold for them is
+    to be called here, or in `gateway.api.endpoint`.
+    """
+
+    hot: Mapping[str, ASGIApp] = {}
+    """Endpoints by path, all for POST alone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
+            await super().__call__(scope, receive, send)
+            return
+        path, names = scope["path"], {}
+        if path.startswith("/rollouts/"):
+            match = _ROLLOUT.fullmatch(path)
+            if match is not None:
+                names, path = match.groupdict(), match["path"]
+        endpoint = self.hot.get(path)
+        if endpoint is None:
+            await super().__call__(scope, receive, send)
+            return
+        scope["app"], scope["path_params"] = self, names
+        try:
+            await authenticate(scope, "inference")
+        except ApiError as error:
+            await refusal(error, path)(scope, receive, send)
+            return
+        await _answered(endpoint, scope, receive, send)
+
+
+async def _answered(endpoint: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    try:
+        await endpoint(scope, receive, send)
+    except ApiError as error:
+        await error.response()(scope, receive, send)
+    except OperationalError as error:
+        response = database_away(error)
+        if response is None:
+            await _give_up(error, scope, receive, send)
+        else:
+            await response(scope, receive, send)
+    except Exception as error:
+        await _give_up(error, scope, receive, send)
+
+
+async def _give_up(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    # RuntimeError: the answer had begun. All that is left is to cut it off.
+    with suppress(RuntimeError):
+        await unexpected(error)(scope, receive, send)
+    # The server logs it.
+    raise error
