@@ -16,11 +16,13 @@ from gateway.api import (
     export,
     groups,
     health,
+    life,
     messages,
     models,
     policies,
     rewards,
     schema,
+    steps,
     stored,
     trajectories,
 )
@@ -36,6 +38,7 @@ from gateway.capture.retries import Retries
 from gateway.dashboard import pages
 from gateway.front import Strop
 from gateway.gateway import Gateway
+from gateway.guard import Guard
 from gateway.publisher import Publisher
 from gateway.settings import Settings
 from gateway.store import Database
@@ -89,6 +92,8 @@ def build(settings: Settings | None = None) -> FastAPI:
         trajectories,
         groups,
         policies,
+        life,
+        steps,
         models,
         health,
         pages,
@@ -139,7 +144,8 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
         )
         try:
             await _configure_policies(gateway)
-            tasks = [asyncio.create_task(publisher.run())]
+            guard = Guard(database, writer, publisher, settings.guard_poll)
+            tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(guard.run())]
             if settings.retention_days is not None:
                 deleting = retention.run(database, writer, settings.retention_days)
                 tasks.append(asyncio.create_task(deleting))

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from gateway.capture.threads import normalise
@@ -25,6 +26,18 @@ class ServedPolicy:
     """Sampling of requests that do not say it themselves."""
     side_calls: tuple[re.Pattern[str], ...] = ()
     """What a system prompt holds in requests that are not the agent's own work."""
+    canary: int | None = None
+    """The version on trial."""
+    canary_share: float = 0.0
+    """Share of the new trajectories that it gets."""
+
+    def begins_with(self, trajectory_id: str) -> int:
+        """The version that a new trajectory gets; every gateway draws the same."""
+        if self.canary is None:
+            return self.alias
+        drawn = blake2b(f"{self.name}@{self.canary} {trajectory_id}".encode(), digest_size=8)
+        share = int.from_bytes(drawn.digest()) / 2**64
+        return self.canary if share < self.canary_share else self.alias
 
     def is_side_call(self, messages: Sequence[Any]) -> bool:
         """Whether the system prompt matches one of the policy's rules."""
@@ -72,17 +85,23 @@ class Catalog:
         raise model_not_found(model, self.names(project))
 
 
-def served_version(policy: ServedPolicy, pinned: int | None, began: int | None) -> tuple[int, str]:
+def served_version(
+    policy: ServedPolicy, pinned: int | None, began: int | None, trajectory_id: str | None = None
+) -> tuple[int, str]:
     """The version that answers, and its served name.
 
     Args:
         pinned: the version that the request itself names.
         began: the version that the trajectory began with; it stays while that is loaded.
+        trajectory_id: by which a new trajectory gets the version on trial, or not.
 
     Raises:
         ApiError: 503, nothing is loaded yet.
     """
-    for number in (pinned, began, policy.alias):
+    fresh = None
+    if began is None and trajectory_id is not None:
+        fresh = policy.begins_with(trajectory_id)
+    for number in (pinned, began, fresh, policy.alias):
         if number is not None and number in policy.loaded:
             return number, policy.loaded[number]
     raise ApiError(

@@ -15,6 +15,7 @@ from rich.table import Table
 from gateway.client import ApiFailed, call
 from gateway.export_cli import data_app
 from gateway.keys_cli import keys_app
+from gateway.life_cli import register, step_app
 from gateway.settings import Settings
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 policy_app = typer.Typer(help="What is being trained, its versions, and the way back.")
 app.add_typer(policy_app, name="policy", no_args_is_help=True)
+app.add_typer(step_app, name="step", no_args_is_help=True)
 app.add_typer(keys_app, name="keys", no_args_is_help=True)
 app.add_typer(data_app)
 
@@ -183,6 +185,16 @@ def show_policy(name: str, url: Url = _URL, as_json: AsJson = False) -> None:
         f"base model {policy['base_model']}",
         highlight=False,
     )
+    if policy["state"] == "paused":
+        out.print(f"It is paused: {policy['state_reason']}", highlight=False)
+    if policy["canary"] is not None:
+        trial = policy["canary"]
+        out.print(
+            f"@{trial['version']} is on trial with {trial['share']:.0%} of the new trajectories.",
+            highlight=False,
+        )
+    if policy["learning_rate_factor"] != 1:
+        out.print(f"Its learning rate is {policy['learning_rate_factor']:g} times the settings'.")
     table = Table("version", "parent", "state", "step", "probe")
     for version in versions:
         table.add_row(
@@ -214,6 +226,9 @@ def roll_back(name: str, version: int, url: Url = _URL) -> None:
     """Serve an earlier version now, and let training go on from it."""
     policy = _ask(url, f"/v1/policies/{name}/rollback", {"version": version})
     out.print(f"{name} serves @{policy['alias']} now and trains from it.", highlight=False)
+
+
+register(policy_app)
 
 
 @app.command()

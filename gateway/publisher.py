@@ -21,7 +21,8 @@ from sqlalchemy import Connection
 from gateway import adapters
 from gateway.backends.vllm import Replica, ReplicaPool, ReplicaRefused, ReplicaUnavailable
 from gateway.catalog import Catalog, ServedPolicy
-from gateway.store import Database, policies, queries
+from gateway.proofs import ProbeFailed, compare
+from gateway.store import Database, policies, queries, trials
 from gateway.store.models import DEFAULT_PROJECT
 from gateway.store.policy_settings import Lora
 from gateway.store.writer import Writer
@@ -34,12 +35,11 @@ _UNLOAD_AFTER = 5.0
 """Seconds without routing to a version before it is unloaded: requests on their way arrive."""
 
 
-class ProbeFailed(Exception):
-    """A replica does not answer with the version that it should; carries the numbers."""
+class _Blocked(ReplicaRefused):
+    """A replica cannot serve a version for a reason that is not the version's; it waits."""
 
-    def __init__(self, message: str, numbers: Json | None = None):
-        super().__init__(message)
-        self.numbers = {"error": message, **(numbers or {})}
+    def __init__(self, message: str):
+        super().__init__(503, message)
 
 
 @dataclass(slots=True)
@@ -91,6 +91,9 @@ class Publisher:
         self.catalog = Catalog()
         self.failures: dict[tuple[str, str], Json] = {}
         """Versions whose probe failed, by project and `policy@N`."""
+        self._blocking: dict[tuple[str, str], str] = {}
+        self.blocked: dict[tuple[str, str], str] = {}
+        """Policies whose versions wait because a replica is not what it should be, and why."""
 
     async def run(self) -> None:
         """Reconcile until cancelled."""
@@ -117,6 +120,7 @@ class Publisher:
         """One round. Afterwards the catalog is what the replicas are proven to serve."""
         async with self._turn:
             await self._pool.refresh()
+            self._blocking = {}
             found = await asyncio.to_thread(self._read)
             for policy in found:
                 for replica in self._pool.healthy:
@@ -124,11 +128,14 @@ class Publisher:
             self._publish_catalog(found)
             for policy in found:
                 for number in policy.waiting:
-                    await self._publish(policy, number)
+                    # While one is on trial, others wait behind it.
+                    if policy.row["canary"] is None and not await self._publish(policy, number):
+                        break
             if any(policy.waiting for policy in found):
                 found = await asyncio.to_thread(self._read)
                 self._publish_catalog(found)
             await self._retire(found)
+            self.blocked = self._blocking
 
     async def restore(self, project: str, name: str, number: int) -> None:
         """Load and prove an earlier version everywhere, so that a rollback is served at once.
@@ -153,7 +160,8 @@ class Publisher:
                 policy = _Policy(row, versions)
                 serving = [n for n, v in versions.items() if v["state"] == "serving"]
                 behind = sorted((n for n in serving if n != row["alias"]), reverse=True)
-                policy.wanted = [row["alias"], *behind[: self._keep_loaded]]
+                trial = [] if row["canary"] is None else [row["canary"]]
+                policy.wanted = [row["alias"], *trial, *behind[: self._keep_loaded]]
                 policy.waiting = [n for n, v in versions.items() if v["state"] == "ready"]
                 found.append(policy)
         self.failures = {
@@ -170,38 +178,78 @@ class Publisher:
                 continue
             try:
                 await self._prove(policy, number, replica)
-            except (ProbeFailed, ReplicaRefused) as error:
+            except (ProbeFailed, ReplicaRefused, _Blocked, adapters.BrokenAdapter) as error:
                 replica.error = f"{policy.row['name']}@{number}: {error}"
-                log.error("%s cannot serve %s", replica.url, replica.error)
+                self._block(policy, f"{replica.url} cannot serve {replica.error}")
             except ReplicaUnavailable as error:
                 replica.lost(str(error))
                 return
 
-    async def _publish(self, policy: _Policy, number: int) -> None:
+    def _block(self, policy: _Policy, why: str) -> None:
+        if self.blocked.get(policy.key) != why:
+            log.error("%s", why)
+        self._blocking[policy.key] = why
+
+    async def _publish(self, policy: _Policy, number: int) -> bool:
+        """Prove a version everywhere and serve it; False if it has to wait, and others with it."""
         project, name = policy.key
         began = time.monotonic()
         results: Json = {}
         try:
             if not self._pool.healthy:
-                return
+                return False
             for replica in self._pool.healthy:
-                results[replica.url] = await self._prove(policy, number, replica)
+                results[replica.url] = await self._prove_new(policy, number, replica)
         except ReplicaUnavailable as error:
             log.warning("%s@%d waits: %s", name, number, error)
-            return
+            return False
+        except _Blocked as error:
+            self._block(policy, f"{name}@{number} waits: {error}")
+            return False
         except (ProbeFailed, ReplicaRefused, adapters.BrokenAdapter) as error:
             numbers = error.numbers if isinstance(error, ProbeFailed) else {"error": str(error)}
             log.error("%s@%d failed: %s", name, number, error)
             await self._writer.run(lambda c: policies.failed(c, project, name, number, numbers))
             await self._unload(policy.served_name(number))
-            return
+            return True
         seconds = round(time.monotonic() - began, 3)
         result = {"replicas": results, "seconds": seconds, "tolerance": self._tolerance}
+        share = policy.row["settings"].get("canary", {}).get("share", 0.0)
+        if share:
+            await self._writer.run(
+                lambda c: trials.on_trial(c, project, name, number, result, share)
+            )
+            log.info("%s@%d is on trial with a share of %g", name, number, share)
+            return False
         moved = await self._writer.run(
             lambda c: policies.published(c, project, name, number, result)
         )
         if moved:
             log.info("%s@%d is served (%.2f s)", name, number, seconds)
+        return True
+
+    async def _prove_new(self, policy: _Policy, number: int, replica: Replica) -> Json:
+        """Prove a version that was never served; a replica's own fault is not held against it."""
+        alias = policy.served_name(policy.row["alias"])
+        if alias not in replica.proven:
+            raise _Blocked(f"{replica.url} cannot even serve {alias}: {replica.error}")
+        try:
+            return await self._prove(policy, number, replica)
+        except ProbeFailed as failure:
+            probe, parent = policy.versions[number]["probe"], policy.versions[number]["parent"]
+            before = probe.get("previous_logprobs") if probe else None
+            known = parent in policy.versions and policy.served_name(parent) in replica.proven
+            if before is None or not known or "mean_difference" not in failure.numbers:
+                raise
+            served = await replica.prompt_logprobs(policy.served_name(parent), probe["token_ids"])
+            away = float(np.abs(np.asarray(served) - np.asarray(before)).mean())
+            if away <= self._tolerance:
+                raise
+            raise _Blocked(
+                f"{replica.url} is {away:.2g} nats away from the trainer for @{parent} too, which "
+                "the step began from. Its base model is not the one that was trained on: start it "
+                f"with {policy.row['base_model']}"
+            ) from failure
 
     async def _prove(self, policy: _Policy, number: int, replica: Replica) -> Json:
         """Load a version on a replica and check that it answers with it; returns the numbers."""
@@ -210,7 +258,7 @@ class Publisher:
         if version["adapter_path"] is not None:
             await self._check(policy, version["adapter_path"])
             if name not in replica.models:
-                await replica.load(name, version["adapter_path"])
+                await self._load(policy, name, version["adapter_path"], replica)
         numbers: Json = {}
         probe = version["probe"]
         if probe is not None:
@@ -218,6 +266,17 @@ class Publisher:
             numbers = compare(served, probe, self._tolerance)
         replica.proven |= {name}
         return numbers
+
+    async def _load(self, policy: _Policy, name: str, path: str, replica: Replica) -> None:
+        # The adapter was looked over: what is refused now is the server's own doing.
+        try:
+            await replica.load(name, path)
+        except ReplicaRefused as error:
+            rank = policy.row["lora"]["rank"]
+            what = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, where it sees " + path
+            if "rank" in str(error):
+                what = f"the policy's rank is {rank}: start it with --max-lora-rank {rank} or more"
+            raise _Blocked(f"{replica.url} refuses the adapter ({error}); {what}") from None
 
     async def _check(self, policy: _Policy, path: str) -> None:
         if path in self._checked:
@@ -241,6 +300,8 @@ class Publisher:
                     created=int(policy.row["created_at"]),
                     base_model=policy.row["base_model"],
                     sampling=policy.row["settings"].get("sampling", {}),
+                    canary=policy.row["canary"],
+                    canary_share=policy.row["settings"].get("canary", {}).get("share", 0.0),
                     side_calls=tuple(
                         re.compile(pattern)
                         for pattern in policy.row["settings"].get("side_calls", ())
@@ -281,45 +342,3 @@ class Publisher:
 
 def _mark_retired(connection: Connection, key: tuple[str, str], number: int) -> None:
     policies.retired(connection, *key, number)
-
-
-def compare(served: Sequence[float], probe: Json, tolerance: float) -> Json:
-    """Whether a replica's logprobs of a probe are those of the version, not of the one before.
-
-    Args:
-        served: logprobs from the replica, in nats.
-        probe: `logprobs` and, where there is a version before, `previous_logprobs`, from the
-            trainer's own model, of the same tokens.
-        tolerance: largest mean absolute difference to `logprobs`.
-
-    Raises:
-        ProbeFailed: not finite, too far away, or no nearer than the version before.
-    """
-    answer = np.asarray(served, dtype=np.float64)
-    wanted = np.asarray(probe["logprobs"], dtype=np.float64)
-    if answer.shape != wanted.shape or not np.isfinite(answer).all():
-        raise ProbeFailed("the replica's logprobs are not finite or not as many as the probe's")
-    difference = np.abs(answer - wanted)
-    numbers: Json = {
-        "tokens": len(answer),
-        "mean_difference": float(difference.mean()),
-        "max_difference": float(difference.max()),
-    }
-    if difference.mean() > tolerance:
-        raise ProbeFailed(
-            f"its logprobs differ from the trainer's by {difference.mean():.2g} nats on average, "
-            f"more than the tolerance of {tolerance:g}",
-            numbers,
-        )
-    previous = probe.get("previous_logprobs")
-    if previous is not None:
-        before = float(np.abs(answer - np.asarray(previous, dtype=np.float64)).mean())
-        numbers["mean_difference_to_previous"] = before
-        # Nearer to itself than half of the way to the version before: unmistakably this one.
-        if before <= 2 * difference.mean() or before == 0:
-            raise ProbeFailed(
-                f"its logprobs are {before:.2g} nats from the version before and "
-                f"{difference.mean():.2g} from this one: the two cannot be told apart",
-                numbers,
-            )
-    return numbers

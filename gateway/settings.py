@@ -63,6 +63,9 @@ class Settings(StoreSettings):
     publish_poll: float = Field(default=0.5, gt=0)
     """Seconds between two looks of the publisher."""
 
+    guard_poll: float = Field(default=5.0, gt=0)
+    """Seconds between two looks at what the versions earn."""
+
     retention_days: float | None = Field(default=None, gt=0)
     """Days after its last completion or reward at which a trajectory is deleted. None: never."""
 

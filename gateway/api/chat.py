@@ -134,7 +134,7 @@ async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
         project, policy.name, claims, messages, body.get("tools")
     )
     began = placement.place.versions.get(policy.name)
-    version, served_name = served_version(policy, pinned, began)
+    version, served_name = served_version(policy, pinned, began, placement.ref.id)
     placement.place.versions.setdefault(policy.name, version)
     sampling, biased = sampling_of(body, policy.sampling)
     side_call = claims.train is False or policy.is_side_call(messages)

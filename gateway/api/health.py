@@ -59,13 +59,21 @@ async def readyz(gateway: Strop) -> Response:
     ]
     if not served:
         problems.append("there is no policy yet")
+    warnings += [
+        why for (project, _), why in gateway.publisher.blocked.items() if project == gateway.project
+    ]
     journal = gateway.writer.journal
     body: dict[str, Any] = {
         "ready": not problems,
         "problems": problems,
         "warnings": warnings,
         "policies": {
-            policy.name: {"alias": policy.alias, "loaded": sorted(policy.loaded)}
+            policy.name: {
+                "alias": policy.alias,
+                "loaded": sorted(policy.loaded),
+                "canary": policy.canary,
+                "canary_share": policy.canary_share if policy.canary is not None else None,
+            }
             for policy in served
         },
         "failed_versions": {

@@ -11,8 +11,9 @@ from gateway import adapters
 from gateway.backends.vllm import ReplicaRefused, ReplicaUnavailable
 from gateway.errors import ApiError, invalid, not_found
 from gateway.gateway import Gateway, gateway_of
-from gateway.publisher import ProbeFailed
+from gateway.proofs import ProbeFailed
 from gateway.store import policies, queries, statistics
+from gateway.store.fingerprint import base_digest, changed
 from gateway.store.policy_settings import Lora, PolicySettings
 
 router = APIRouter(tags=["policies"])
@@ -39,7 +40,8 @@ class Rollback(BaseModel):
     version: int = Field(ge=0)
 
 
-def _policy_json(row: queries.Row, gateway: Gateway) -> dict[str, Any]:
+def policy_json(row: queries.Row, gateway: Gateway) -> dict[str, Any]:
+    """A policy as the API shows it."""
     served = gateway.publisher.catalog.policies.get((row["project"], row["name"]))
     return {
         "object": "policy",
@@ -48,6 +50,10 @@ def _policy_json(row: queries.Row, gateway: Gateway) -> dict[str, Any]:
         "alias": row["alias"],
         "head": row["head"],
         "state": row["state"],
+        "state_reason": row["state_reason"],
+        "canary": canary_json(row),
+        "learning_rate_factor": row["rate_factor"],
+        "forked_from": row["forked_from"],
         "loaded": sorted(served.loaded) if served else [],
         "lora": row["lora"],
         "settings": row["settings"],
@@ -55,12 +61,25 @@ def _policy_json(row: queries.Row, gateway: Gateway) -> dict[str, Any]:
     }
 
 
+def canary_json(row: queries.Row) -> dict[str, Any] | None:
+    """The version on trial."""
+    if row["canary"] is None:
+        return None
+    settings = row["settings"].get("canary", {})
+    return {
+        "version": row["canary"],
+        "share": settings.get("share", 0.0),
+        "since": row["canary_since"],
+        "trajectories": settings.get("trajectories"),
+    }
+
+
 def _version_json(row: queries.Row, rewards: list[statistics.VersionReward]) -> dict[str, Any]:
-    names = ("number", "parent", "state", "adapter_path", "probe_result", "step_id")
+    names = ("number", "parent", "state", "adapter_path", "probe_result", "step_id", "looked")
     return {
         "object": "version",
         "id": f"{row['policy']}@{row['number']}",
-        **{name: row[name] for name in (*names, "created_at", "published_at")},
+        **{name: row[name] for name in (*names, "created_at", "published_at", "deleted_at")},
         "rewards": {
             reward.split: {
                 "mean": reward.mean,
@@ -82,6 +101,7 @@ async def ensure_policy(gateway: Gateway, name: str, lora: Lora, settings: Polic
     model = gateway.settings.model()
     folder = gateway.settings.artifacts() / gateway.project / name / "000000"
     adapter = await asyncio.to_thread(_zero_adapter, folder, Path(model), lora)
+    digest = await asyncio.to_thread(base_digest, Path(model))
     return await gateway.writer.run(
         lambda connection: policies.create(
             connection,
@@ -92,6 +112,7 @@ async def ensure_policy(gateway: Gateway, name: str, lora: Lora, settings: Polic
             lora=lora,
             settings=settings,
             adapter_path=adapter,
+            base_digest=digest,
         )
     )
 
@@ -114,12 +135,17 @@ async def check_base(gateway: Gateway, name: str) -> None:
     Raises:
         OtherBaseModel: saying what to do.
     """
-    row, model = await _find(gateway, name), gateway.settings.model()
+    row, model = await find_policy(gateway, name), gateway.settings.model()
     if row["base_model"] != model:
         raise OtherBaseModel(
             f"the policy {name!r} in this database was made for the base model "
             f"{row['base_model']}, the settings name {model}. Set base_model back, give the policy "
             "another name, or use another data_dir or database_url"
+        )
+    if await asyncio.to_thread(changed, model, row["base_digest"]):
+        raise OtherBaseModel(
+            f"the files in {model} are not those that the policy {name!r} was trained on. Put them "
+            "back, or give the policy another name"
         )
 
 
@@ -130,7 +156,13 @@ async def reconfigure(gateway: Gateway, name: str, settings: PolicySettings) -> 
     )
 
 
-async def _find(gateway: Gateway, name: str) -> queries.Row:
+async def find_policy(gateway: Gateway, name: str) -> queries.Row:
+    """A policy of the project.
+
+    Raises:
+        ApiError: 404.
+    """
+
     def read() -> queries.Row | None:
         with gateway.database.read() as connection:
             return queries.policy(connection, gateway.project, name)
@@ -148,7 +180,7 @@ async def list_policies(gateway: Strop) -> dict[str, Any]:
     def read() -> list[dict[str, Any]]:
         with gateway.database.read() as connection:
             rows = queries.policies(connection, gateway.project)
-            return [_policy_json(row, gateway) for row in rows]
+            return [policy_json(row, gateway) for row in rows]
 
     return {"object": "list", "data": await asyncio.to_thread(read)}
 
@@ -172,19 +204,19 @@ async def create_policy(body: NewPolicy, gateway: Strop) -> dict[str, Any]:
             409, f"There is a policy {body.name!r} already.", param="name", code="policy_exists"
         )
     await gateway.publisher.reconcile()
-    return _policy_json(await _find(gateway, body.name), gateway)
+    return policy_json(await find_policy(gateway, body.name), gateway)
 
 
 @router.get("/v1/policies/{name}")
 async def retrieve_policy(name: str, gateway: Strop) -> dict[str, Any]:
     """One policy."""
-    return _policy_json(await _find(gateway, name), gateway)
+    return policy_json(await find_policy(gateway, name), gateway)
 
 
 @router.get("/v1/policies/{name}/versions")
 async def list_versions(name: str, gateway: Strop) -> dict[str, Any]:
     """The versions of a policy, oldest first, with their probes and what they earned."""
-    await _find(gateway, name)
+    await find_policy(gateway, name)
 
     def read() -> list[dict[str, Any]]:
         with gateway.database.read() as connection:
@@ -198,7 +230,7 @@ async def list_versions(name: str, gateway: Strop) -> dict[str, Any]:
 @router.post("/v1/policies/{name}/rollback")
 async def roll_back(name: str, body: Rollback, gateway: Strop) -> dict[str, Any]:
     """Serve an earlier version from now on, and let training go on from it."""
-    await _find(gateway, name)
+    await find_policy(gateway, name)
 
     def read() -> queries.Row | None:
         with gateway.database.read() as connection:
@@ -208,6 +240,14 @@ async def roll_back(name: str, body: Rollback, gateway: Strop) -> dict[str, Any]
     if version is None:
         raise not_found(
             "version", f"{name}@{body.version}", f"GET /v1/policies/{name}/versions lists them."
+        )
+    if version["deleted_at"] is not None:
+        raise ApiError(
+            409,
+            f"The files of {name}@{body.version} are deleted (see the policy's `keep` settings); "
+            f"GET /v1/policies/{name}/versions says which are there.",
+            param="version",
+            code="version_deleted",
         )
     if version["state"] not in ("serving", "retired"):
         raise ApiError(
@@ -230,4 +270,4 @@ async def roll_back(name: str, body: Rollback, gateway: Strop) -> dict[str, Any]
         lambda connection: policies.rolled_back(connection, gateway.project, name, body.version)
     )
     await gateway.publisher.reconcile()
-    return _policy_json(await _find(gateway, name), gateway)
+    return policy_json(await find_policy(gateway, name), gateway)

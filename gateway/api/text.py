@@ -118,7 +118,8 @@ async def _prepare(
     asked = [{"role": "user", "content": prompt}]
     placement = await gateway.placements.find(gateway.project, policy.name, claims, asked, None)
     versions = placement.place.versions
-    version, served_name = served_version(policy, pinned, versions.get(policy.name))
+    began = versions.get(policy.name)
+    version, served_name = served_version(policy, pinned, began, placement.ref.id)
     versions.setdefault(policy.name, version)
     sampling, biased = sampling_of(body, policy.sampling)
     try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, case, func, or_, select, update
+from sqlalchemy import Connection, RowMapping, case, func, or_, select, update
 
 from gateway.store import queries
 from gateway.store.database import Database
@@ -28,6 +28,11 @@ class TrainablePolicy:
     head_path: str | None
     lora: Json
     settings: Json
+    rate_factor: float = 1.0
+    """What the settings' learning rate is multiplied with."""
+    forked: bool = False
+    """Whether its version 0 is a version of another policy, and not the base model."""
+    base_digest: str | None = None
 
 
 @dataclass(slots=True)
@@ -46,7 +51,7 @@ class ClaimedGroup:
 
 
 def trainable_policies(database: Database) -> list[TrainablePolicy]:
-    """All policies of all projects that are not paused."""
+    """All policies of all projects that are not paused, and have no version on trial."""
     query = (
         select(Policy, Version.adapter_path)
         .outerjoin(
@@ -55,9 +60,11 @@ def trainable_policies(database: Database) -> list[TrainablePolicy]:
             & (Version.policy == Policy.name)
             & (Version.number == Policy.head),
         )
-        .where(Policy.state == "active")
+        .where(Policy.state == "active", Policy.canary.is_(None))
         .order_by(Policy.project, Policy.name)
-        .with_only_columns(*Policy.__table__.columns, Version.adapter_path)
+        .with_only_columns(
+            *Policy.__table__.columns, Version.adapter_path, Version.state.label("head_state")
+        )
     )
     with database.read() as connection:
         return [
@@ -69,9 +76,19 @@ def trainable_policies(database: Database) -> list[TrainablePolicy]:
                 head_path=row["adapter_path"],
                 lora=row["lora"],
                 settings=row["settings"],
+                rate_factor=row["rate_factor"],
+                forked=row["forked_from"] is not None,
+                base_digest=row["base_digest"],
             )
             for row in connection.execute(query).mappings()
+            if not _waits_for_trial(row)
         ]
+
+
+def _waits_for_trial(row: RowMapping) -> bool:
+    # Nothing grows from a version that is still to be tried.
+    share = row["settings"].get("canary", {}).get("share", 0.0)
+    return bool(share) and row["head_state"] == "ready"
 
 
 def claim_groups(

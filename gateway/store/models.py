@@ -65,8 +65,9 @@ class Version(Base):
     number: Mapped[int] = mapped_column(primary_key=True)
     parent: Mapped[int | None]
     state: Mapped[str]
-    """`ready` (written, not yet proven), `serving` (proven on every replica), `retired`
-    (unloaded), `failed` (did not pass its probe), `superseded` (a rollback came first)."""
+    """`ready` (written, not yet proven), `trial` (proven, and serving a share of the new
+    trajectories), `serving` (proven on every replica), `retired` (unloaded), `failed` (did not pass
+    its probe), `superseded` (a rollback came first)."""
     adapter_path: Mapped[str | None]
     """Folder of the adapter; null where version 0 is the base model under its own name."""
     probe: Mapped[dict[str, Any] | None]

@@ -19,6 +19,7 @@ def create(
     lora: Lora,
     settings: PolicySettings,
     adapter_path: str | None,
+    base_digest: str | None = None,
 ) -> bool:
     """Create a policy with its version 0; False if there is one of that name."""
     if connection.execute(
@@ -37,6 +38,7 @@ def create(
             state="active",
             lora=lora.model_dump(),
             settings=settings.model_dump(),
+            base_digest=base_digest,
             created_at=now,
         )
     )
@@ -85,7 +87,7 @@ def published(
     connection.execute(
         update(Policy).where(Policy.project == project, Policy.name == name).values(alias=number)
     )
-    _event(connection, project, name, "published", number, result)
+    event(connection, project, name, "published", number, result)
     return True
 
 
@@ -96,7 +98,7 @@ def failed(
     moved = connection.execute(
         update(Version)
         .where(*_version(project, name, number), Version.state == "ready")
-        .values(state="failed", probe_result=result)
+        .values(state="failed", probe_result=result, ended_at=time.time())
     ).rowcount
     if not moved:
         return
@@ -105,7 +107,7 @@ def failed(
         .where(Policy.project == project, Policy.name == name, Policy.head == number)
         .values(head=Policy.alias)
     )
-    _event(connection, project, name, "failed", number, result)
+    event(connection, project, name, "failed", number, result)
 
 
 def retired(connection: Connection, project: str, name: str, number: int) -> None:
@@ -113,22 +115,26 @@ def retired(connection: Connection, project: str, name: str, number: int) -> Non
     connection.execute(
         update(Version)
         .where(*_version(project, name, number), Version.state == "serving")
-        .values(state="retired")
+        .values(state="retired", ended_at=time.time())
     )
 
 
 def rolled_back(connection: Connection, project: str, name: str, number: int) -> None:
     """Serve an earlier version now, and let training go on from it.
 
-    Versions that wait for their probe are superseded: they grew from what is being left.
+    Versions that wait for their probe are superseded: they grew from what is being left. A trial
+    ends.
     """
+    supersede_waiting(connection, project, name)
     connection.execute(
         update(Version)
-        .where(Version.project == project, Version.policy == name, Version.state == "ready")
-        .values(state="superseded")
+        .where(Version.project == project, Version.policy == name, Version.state == "trial")
+        .values(state="serving")
     )
     connection.execute(
-        update(Version).where(*_version(project, name, number)).values(state="serving")
+        update(Version)
+        .where(*_version(project, name, number))
+        .values(state="serving", ended_at=None)
     )
     before = connection.execute(
         select(Policy.alias).where(Policy.project == project, Policy.name == name)
@@ -136,18 +142,33 @@ def rolled_back(connection: Connection, project: str, name: str, number: int) ->
     connection.execute(
         update(Policy)
         .where(Policy.project == project, Policy.name == name)
-        .values(alias=number, head=number)
+        .values(alias=number, head=number, canary=None, canary_since=None)
     )
-    _event(connection, project, name, "rolled_back", number, {"from": before})
+    event(connection, project, name, "rolled_back", number, {"from": before})
+
+
+def supersede_waiting(connection: Connection, project: str, name: str) -> None:
+    """Versions that wait for their probe grew from what is being left: they are never served."""
+    connection.execute(
+        update(Version)
+        .where(Version.project == project, Version.policy == name, Version.state == "ready")
+        .values(state="superseded", ended_at=time.time())
+    )
 
 
 def _version(project: str, name: str, number: int) -> tuple[Any, ...]:
     return Version.project == project, Version.policy == name, Version.number == number
 
 
-def _event(
-    connection: Connection, project: str, name: str, kind: str, number: int, detail: dict[str, Any]
+def event(
+    connection: Connection,
+    project: str,
+    name: str,
+    kind: str,
+    number: int | None,
+    detail: dict[str, Any],
 ) -> None:
+    """Record that something happened to a policy."""
     connection.execute(
         insert(Event).values(
             project=project, policy=name, kind=kind, version=number, detail=detail, at=time.time()

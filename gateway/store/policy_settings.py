@@ -5,6 +5,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from gateway.store.life_settings import Canary, Guard, Keep
+
 LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -72,6 +74,18 @@ class PolicySettings(BaseModel):
     side_calls: list[str] = Field(default_factory=list)
     """Regular expressions: requests whose system prompt matches one, such as a request for a
     title, are logged and never trained on."""
+
+    keep: Keep = Field(default_factory=Keep)
+    """Versions whose files stay on the disk."""
+
+    guard: Guard = Field(default_factory=Guard)
+    """When a version is taken back by itself."""
+
+    canary: Canary = Field(default_factory=Canary)
+    """Whether a new version is on trial first."""
+
+    pause_after: int = Field(default=3, ge=1)
+    """Steps in a row with numbers that are not finite after which the policy is paused."""
 
     training: dict[str, Any] = Field(default_factory=dict)
     """Fields of TRL's `GRPOConfig`, by their names."""

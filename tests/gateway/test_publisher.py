@@ -282,3 +282,47 @@ async def test_a_policy_is_not_served_on_another_base_model(tmp_path: Path, toy_
     with pytest.raises(OtherBaseModel, match="was made for the base model"):
         async with app.running(Settings(data_dir=tmp_path, base_model=str(other))):
             pass
+
+
+async def test_a_replica_with_too_small_a_rank_makes_versions_wait_and_says_so(
+    make_strop: MakeStrop,
+):
+    async with make_strop() as strop:
+        strop.vllm.max_lora_rank = 4
+        write_version(strop, 1)
+        await strop.gateway.publisher.reconcile()
+        # The version is not to blame: nothing is lost.
+        assert version(strop, 1)["state"] == "ready"
+        assert (policy(strop)["alias"], policy(strop)["head"]) == (0, 1)
+        _, body = await strop.get("/readyz")
+        assert any("--max-lora-rank 8 or more" in warning for warning in body["warnings"])
+        strop.vllm.max_lora_rank = 8
+        await strop.gateway.publisher.reconcile()
+        assert version(strop, 1)["state"] == "serving"
+        assert (await strop.get("/readyz"))[1]["warnings"] == []
+
+
+async def test_a_replica_with_another_base_model_makes_versions_wait_and_says_so(strop: Running):
+    # What the trainer measured for the version before is far from what this replica gives for it.
+    far = [logprob - 1.0 for logprob in toy_logprobs(write_version(strop, 1), PROBE)]
+    with strop.gateway.database.write() as connection:
+        probe = {"token_ids": PROBE, "logprobs": far, "previous_logprobs": far[::-1]}
+        connection.execute(update(Version).where(Version.number == 1).values(probe=probe))
+    await strop.gateway.publisher.reconcile()
+    assert version(strop, 1)["state"] == "ready"
+    _, body = await strop.get("/readyz")
+    assert any("not the one that was trained on" in warning for warning in body["warnings"])
+
+
+async def test_a_base_model_whose_files_were_replaced_is_refused(tmp_path: Path, toy_base: Path):
+    base = tmp_path / "another"
+    shutil.copytree(toy_base, base)
+    async with app.running(Settings(data_dir=tmp_path, base_model=str(base))):
+        pass
+    weights = next(base.glob("*.safetensors"))
+    tensors = load_file(weights)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] + 1}, weights)
+    with pytest.raises(OtherBaseModel, match="are not those that the policy"):
+        async with app.running(Settings(data_dir=tmp_path, base_model=str(base))):
+            pass
