@@ -7,6 +7,7 @@ READY := $(VENV)/.ready
 SEED ?= 0
 # Where the plain index has no CPU build of torch, PyTorch's own has.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+REQUIREMENTS := requirements/cpu.txt requirements/tests.txt
 # Twice quiet: a warning for each place that lacks a package is no news.
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps
 
@@ -20,11 +21,11 @@ export DO_NOT_TRACK := 1
 
 setup: $(READY)
 
-$(READY): requirements/cpu.txt pyproject.toml
+$(READY): $(REQUIREMENTS) pyproject.toml
 	$(PYTHON) -c 'import sys; assert sys.version_info[:2] == (3, 11), "strop needs Python 3.11: make PYTHON=/path/to/python3.11"'
 	$(PYTHON) -m venv $(VENV)
-	@echo "Installing the packages of requirements/cpu.txt into $(VENV) (about 3 minutes)"
-	$(PIP_INSTALL) -r requirements/cpu.txt || $(PIP_INSTALL) --extra-index-url $(TORCH_INDEX) -r requirements/cpu.txt
+	@echo "Installing the packages of requirements/ into $(VENV) (about 3 minutes)"
+	$(PIP_INSTALL) $(REQUIREMENTS:%=-r %) || $(PIP_INSTALL) --extra-index-url $(TORCH_INDEX) $(REQUIREMENTS:%=-r %)
 	$(PIP_INSTALL) --no-build-isolation --editable .
 	@touch $(READY)
 

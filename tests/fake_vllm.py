@@ -77,6 +77,10 @@ class FakeVllm:
         self.port = port
         self.faults = faults or Faults()
         self.adapters: dict[str, str] = {}
+        self.thoughts = ""
+        """What it thinks before each chat answer, and shows as `reasoning`."""
+        self.cached_tokens: int | None = None
+        """How many tokens of each prompt it claims to have had in its prefix cache."""
         self.stats: Counter[str] = Counter()
         self.requests: deque[dict[str, Any]] = deque(maxlen=1000)
         """Bodies of the newest requests for completions, oldest first, headers under `_headers`."""
@@ -156,7 +160,9 @@ class FakeVllm:
         def answer() -> Reply:
             parsed = ChatRequest.model_validate(body)
             mark = self._mark(parsed.model)
-            return answer_chat(parsed, mark, self._seed(), self.max_model_len, self.tool_parser)
+            return answer_chat(
+                parsed, mark, self._seed(), self.max_model_len, self.tool_parser, self.thoughts
+            )
 
         return await self._completed(request, answer, chat_reply, chat_chunks)
 
@@ -196,6 +202,7 @@ class FakeVllm:
                 raise ApiError("told to fail", "InternalServerError", code=self.faults.status)
             reply = answer()
             reply.model = reply.request.model or self.model
+            reply.cached_tokens = self.cached_tokens
             self.faults.distort(reply)
             if reply.request.stream:
                 response = await self._stream(request, reply.request, to_chunks(reply))

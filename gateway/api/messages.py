@@ -6,6 +6,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.chat import answer
 from gateway.api.embeddings import forward
+from gateway.api.previous import conversation, find, in_its_trajectory
 from gateway.capture import translate_messages
 from gateway.capture.request import check_chat, parse_body
 from gateway.capture.translate import Json, Translated, litellm
@@ -44,9 +45,40 @@ async def create(
     translate_messages.check(request)
     module = await litellm(translate_messages.MODULE)
     body, short_names = translate_messages.chat_request(module, request)
+    # The field is required, and clients fill it with what the largest models can.
+    longest = gateway.pool.longest
+    if longest is not None and isinstance(body["max_tokens"], int):
+        body["max_tokens"] = min(body["max_tokens"], longest)
+    if translate_messages.continued(request) is not None:
+        short_names = await _continue(gateway, request, body)
+    if short_names:
+        # For the messages after this one in its thread.
+        body["strop"] = {"short_names": short_names}
     types = await litellm(translate_messages.TYPES)
     surface = MessagesSurface(module, types, short_names)
     await answer(gateway, scope, receive, Translated(send, surface), body)
+
+
+async def _continue(gateway: Gateway, request: Json, body: Json) -> dict[str, str]:
+    """Put what a thread holds before a message that continues it; returns its short tool names.
+
+    Raises:
+        ApiError: 404, there is no such message; the SDK then sends the whole conversation.
+    """
+    name = translate_messages.continued(request)
+    before = await find(gateway, name) if name is not None else None
+    if before is None or before.status != "complete":
+        raise ApiError(
+            404,
+            f"thread: there is no message {name!r} to continue. Send the whole conversation.",
+            code="thread_not_found",
+        )
+    body["messages"] = [*conversation(before), *body["messages"]]
+    if before.request.get("tools"):
+        body["tools"] = before.request["tools"]
+    in_its_trajectory(body, before)
+    short_names = (before.request.get("strop") or {}).get("short_names")
+    return short_names or {}
 
 
 async def count_tokens(

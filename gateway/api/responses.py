@@ -4,20 +4,19 @@ Everything is logged: `store: false` is accepted and changes nothing, because a 
 not in the database can be neither rewarded nor trained on.
 """
 
-import asyncio
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.chat import answer
 from gateway.api.endpoint import JsonEndpoint
-from gateway.api.ids import completion_id
+from gateway.api.previous import conversation, find, in_its_trajectory
 from gateway.capture import translate_responses
-from gateway.capture.translate import Json, Translated, litellm, plain_message
+from gateway.capture.translate import Translated, litellm
+from gateway.capture.translate_responses import item_owner
 from gateway.capture.translate_responses_events import ResponsesSurface
 from gateway.errors import ApiError, invalid
 from gateway.gateway import Gateway
-from gateway.store import queries
 from gateway.store.records import StoredCompletion
 
 
@@ -31,14 +30,17 @@ class Responses(JsonEndpoint):
         request = body
         translate_responses.check(request)
         module = await litellm(translate_responses.MODULE)
-        before = None
+        request = {**request, "input": await _without_references(gateway, module, request["input"])}
+        before, history = None, []
         if request.get("previous_response_id"):
             before = await _previous(gateway, request["previous_response_id"])
-        history = _messages(before) if before is not None else []
+            history = conversation(before)
+            if before.request.get("instructions"):
+                # They hold for their own response only, as at OpenAI.
+                del history[0]
         chat = translate_responses.chat_request(module, request, history)
         if before is not None:
-            # Of two conversations that went alike, the id says which is meant.
-            chat["metadata"] = {"trajectory_id": before.trajectory_id, **chat.get("metadata", {})}
+            in_its_trajectory(chat, before)
         surface = ResponsesSurface(module, request)
         await answer(gateway, scope, receive, Translated(send, surface), chat)
 
@@ -49,12 +51,7 @@ async def _previous(gateway: Gateway, name: str) -> StoredCompletion:
     Raises:
         ApiError: there is none, or it has no answer to continue.
     """
-
-    def read() -> StoredCompletion | None:
-        with gateway.database.read() as connection:
-            return queries.completion(connection, gateway.project, completion_id(name))
-
-    found = await asyncio.to_thread(read)
+    found = await find(gateway, name)
     if found is None:
         # 400 and this code are OpenAI's.
         raise ApiError(
@@ -72,8 +69,36 @@ async def _previous(gateway: Gateway, name: str) -> StoredCompletion:
     return found
 
 
-def _messages(before: StoredCompletion) -> list[Json]:
-    """What a response continues; instructions hold for their own response only, as at OpenAI."""
-    messages = before.messages[1:] if before.request.get("instructions") else before.messages
-    choices = (before.response or {})["choices"]
-    return [*messages, plain_message({"role": "assistant", **choices[0]["message"]})]
+async def _without_references(gateway: Gateway, module: Any, given: Any) -> Any:
+    """The input with the items in it that it only names.
+
+    Raises:
+        ApiError: 404, there is no such item.
+    """
+    if not isinstance(given, list):
+        return given
+    names = [item["id"] for item in given if item.get("type") == "item_reference"]
+    items: dict[str, dict[str, Any]] = {}
+    for owner in {item_owner(name) for name in names}:
+        row = await find(gateway, owner) if owner is not None else None
+        shown = stored_response(module, row) if row is not None else None
+        items.update({item["id"]: item for item in shown["output"]} if shown else {})
+    for name in names:
+        if name not in items:
+            raise ApiError(404, f"Item with id {name!r} not found.", param="input")
+    return [items[i["id"]] if i.get("type") == "item_reference" else i for i in given]
+
+
+def stored_response(module: Any, row: StoredCompletion) -> dict[str, Any] | None:
+    """The response object of a completion, whichever surface it was made by; None: it has none.
+
+    Text completions, and those that failed, have no answer in a form of their own.
+    """
+    chat = row.response or {}
+    choices = chat.get("choices") or [{}]
+    request = (row.request.get("strop") or {}).get("responses") or {}
+    if "message" not in choices[0] or not chat.get("usage"):
+        return None
+    done = translate_responses.response(module, chat, request)
+    done["completed_at"] = int(row.finished_at)
+    return done

@@ -14,7 +14,7 @@ from gateway.errors import ApiError
 
 Json = dict[str, Any]
 
-_OURS = ("model", "metadata", "store", "instructions")
+_OURS = ("model", "metadata", "store", "instructions", "strop")
 
 
 class Provider(BaseModel):

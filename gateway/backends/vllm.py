@@ -43,6 +43,8 @@ class Replica:
         self.error: str | None = "not asked yet"
         self.models: frozenset[str] = frozenset()
         """What it says it serves."""
+        self.longest: int | None = None
+        """Tokens of the longest prompt and answer together, if it says so."""
         self.proven: frozenset[str] = frozenset()
         """The versions among them that passed their probe here."""
         self.in_flight = 0
@@ -56,6 +58,8 @@ class Replica:
             self.lost(str(error))
             return
         self.models = frozenset(model["id"] for model in body["data"])
+        lengths = [model.get("max_model_len") for model in body["data"]]
+        self.longest = max((n for n in lengths if isinstance(n, int)), default=None)
         self.proven &= self.models
         self.healthy, self.error = True, None
 
@@ -194,6 +198,11 @@ class ReplicaPool:
     def healthy(self) -> list[Replica]:
         """Those that answered when they were last asked."""
         return [replica for replica in self.replicas if replica.healthy]
+
+    @property
+    def longest(self) -> int | None:
+        """The longest prompt and answer that every one of them takes, in tokens."""
+        return min((r.longest for r in self.healthy if r.longest is not None), default=None)
 
     def serving(self, model: str) -> list[Replica]:
         """Those that are proven to serve a version."""

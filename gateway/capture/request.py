@@ -24,8 +24,8 @@ NEUTRAL_SAMPLING: Json = {
 """Sampling that leaves the model's own distribution as it is. It is sent in full, because vLLM
 else takes what the model's `generation_config.json` recommends."""
 
-_STRIPPED = ("metadata", "store", "instructions")
-"""Fields for strop; vLLM does not know them."""
+_STRIPPED = ("metadata", "store", "instructions", "strop")
+"""Fields for strop; vLLM does not know them. Under `strop` a surface keeps what it needs later."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -27,7 +27,7 @@ _BLOCKS = {
     "assistant": frozenset(("text", "tool_use", "thinking", "redacted_thinking")),
     "system": frozenset(("text",)),
 }
-_TRANSLATED_ELSEWHERE = frozenset(("model", "messages", "metadata"))
+_TRANSLATED_ELSEWHERE = frozenset(("model", "messages", "metadata", "thread"))
 _IGNORED = (
     # Of Anthropic's servers: they change where or how fast an answer is made, not what it says.
     *("service_tier", "inference_geo", "speed", "betas", "cache_control", "container"),
@@ -53,8 +53,11 @@ _ERRORS = {
 
 def error_body(error: ApiError) -> Json:
     """An error in Anthropic's format."""
-    kind = _ERRORS.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    shown: Json = {"type": _ERRORS.get(error.status, "api_error"), "message": error.message}
+    if error.code == "thread_not_found":
+        # By which the SDK knows that it has to send the whole conversation again.
+        shown["details"] = {"error_code": error.code}
+    return {"type": "error", "error": shown}
 
 
 def check(request: Json, *, counting: bool = False) -> None:
@@ -91,6 +94,30 @@ def check(request: Json, *, counting: bool = False) -> None:
         raise invalid("tool_choice: must be auto, any, none, or tool with a name", "tool_choice")
     for index, tool in enumerate(request.get("tools") or ()):
         _check_tool(tool, f"tools.{index}")
+    _check_thread(request)
+
+
+def _check_thread(request: Json) -> None:
+    thread = request.get("thread")
+    if thread is None:
+        return
+    kind = thread.get("type") if isinstance(thread, dict) else None
+    if kind not in ("create", "continue"):
+        raise invalid("thread.type: must be 'create' or 'continue'", "thread")
+    if kind == "create":
+        return
+    if not isinstance(thread.get("previous_message_id"), str):
+        raise invalid("thread.previous_message_id: must be a string", "thread")
+    for name in ("system", "tools"):
+        if request.get(name):
+            raise invalid(f"{name}: a thread keeps those that it was created with", name)
+
+
+def continued(request: Json) -> str | None:
+    """The id of the message that a request continues in its thread."""
+    thread = request.get("thread") or {}
+    name: str | None = thread.get("previous_message_id")
+    return name if thread.get("type") == "continue" else None
 
 
 def _check_content(content: Any, known: frozenset[str], place: str) -> None:
@@ -146,6 +173,7 @@ def chat_request(module: Any, request: Json) -> tuple[Json, dict[str, str]]:
     chat["messages"] = [plain_message(dict(message)) for message in made["messages"]]
     if not chat["messages"]:
         raise invalid("messages: all messages are empty", "messages")
+    _mark_errors(request["messages"], chat["messages"])
     if "tools" in chat:
         chat["tools"] = [plain_tool(tool) for tool in chat["tools"]]
     if isinstance(chat.get("reasoning_effort"), dict):
@@ -161,6 +189,22 @@ def chat_request(module: Any, request: Json) -> tuple[Json, dict[str, str]]:
         # In every chunk, so that the event which begins the message can count the prompt.
         chat["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     return chat, short_names
+
+
+def _mark_errors(given: list[Json], messages: list[Json]) -> None:
+    """Keep in the log which tool results are errors; chat messages have no field for that."""
+    failed = {
+        block["tool_use_id"]
+        for message in given
+        if isinstance(message["content"], list)
+        for block in message["content"]
+        if block["type"] == "tool_result" and block.get("is_error")
+    }
+    for message in messages:
+        if message["role"] == "tool" and message.get("tool_call_id") in failed:
+            message["is_error"] = True
+            # All that the model sees is the text.
+            message["content"] = message.get("content") or "Error"
 
 
 def _is_billing(block: Json) -> bool:

@@ -55,6 +55,8 @@ _FIELDS = frozenset(
 )
 """The fields of the Responses API. Any other is one of vLLM's own (`top_k`, `seed`), as in chat."""
 
+_NOT_ECHOED = ("input", "model", "stream", "stream_options", "include")
+
 _TRANSLATED = [
     "messages",
     "tools",
@@ -72,8 +74,8 @@ _TRANSLATED = [
 """What is taken of the chat request that LiteLLM makes; the rest is for itself."""
 
 _UNSUPPORTED = (
-    *("background", "conversation", "prompt", "context_management", "top_logprobs"),
-    *("messages", "n"),
+    *("background", "conversation", "prompt", "context_management"),
+    *("messages", "n", "strop"),
 )
 _ITEMS = frozenset(
     [
@@ -89,7 +91,8 @@ _PARTS = frozenset(
     ("input_text", "output_text", "text", "refusal", "input_image", "input_file", "input_audio")
 )
 _TOOLS = frozenset(("function", "custom"))
-_INCLUDABLE = frozenset(("reasoning.encrypted_content",))
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = frozenset(("reasoning.encrypted_content", _LOGPROBS))
 
 
 def check(request: Json) -> None:
@@ -124,11 +127,11 @@ def check(request: Json) -> None:
     for name in request.get("include") or ():
         if name not in _INCLUDABLE:
             raise invalid(f"{name!r} cannot be included.", "include", "unsupported_value")
-    limit = request.get("max_output_tokens")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise invalid(
-            "`max_output_tokens` must be a whole number of at least 1.", "max_output_tokens"
-        )
+    for name, least in (("max_output_tokens", 1), ("top_logprobs", 0)):
+        value = request.get(name)
+        wrong = isinstance(value, bool) or not isinstance(value, int) or value < least
+        if value is not None and wrong:
+            raise invalid(f"`{name}` must be a whole number of at least {least}.", name)
     _check_tools(request)
 
 
@@ -137,12 +140,9 @@ def _check_item(item: Any, place: str) -> None:
         raise invalid(f"{place} must be an object.", place, "invalid_type")
     kind = item.get("type") or ("message" if "role" in item else None)
     if kind == "item_reference":
-        raise invalid(
-            f"{place}: items are not stored one by one. Send the item itself, or name the response "
-            "before this one in `previous_response_id`.",
-            place,
-            "unsupported_value",
-        )
+        if not isinstance(item.get("id"), str):
+            raise invalid(f"{place}.id must be a string.", f"{place}.id")
+        return
     if not isinstance(kind, str) or kind not in _ITEMS:
         raise invalid(
             f"{place}.type is {kind!r}; it must be one of {', '.join(sorted(_ITEMS))}.",
@@ -228,9 +228,20 @@ def chat_request(module: Any, request: Json, history: list[Json]) -> Json:
     if "tools" in chat:
         chat["tools"] = [plain_tool(tool) for tool in chat["tools"]]
     chat["model"] = request.get("model")
+    if wants_logprobs(request):
+        chat.update(logprobs=True, top_logprobs=request.get("top_logprobs") or 0)
+    # What the response echoes, for when it is asked for again.
+    chat["strop"] = {
+        "responses": {name: request[name] for name in request if name not in _NOT_ECHOED}
+    }
     if request.get("metadata"):
         chat["metadata"] = request["metadata"]
     return chat
+
+
+def wants_logprobs(request: Json) -> bool:
+    """Whether the logprobs of the answer's text are to be shown."""
+    return bool(request.get("top_logprobs")) or _LOGPROBS in (request.get("include") or ())
 
 
 def shell(request: Json, stored_id: str, created: int, model: str) -> Json:
@@ -250,7 +261,10 @@ def shell(request: Json, stored_id: str, created: int, model: str) -> Json:
         # Accepted whatever it says: the log is what this gateway is for.
         "store": request.get("store", True),
     }
-    for name in ("instructions", "max_output_tokens", "previous_response_id", "user"):
+    for name in (
+        *("instructions", "max_output_tokens", "max_tool_calls", "previous_response_id", "user"),
+        *("prompt_cache_key", "safety_identifier"),
+    ):
         shown[name] = request.get(name)
     for name, default in (
         ("metadata", {}),
@@ -259,6 +273,7 @@ def shell(request: Json, stored_id: str, created: int, model: str) -> Json:
         ("text", {"format": {"type": "text"}}),
         ("tool_choice", "auto"),
         ("tools", []),
+        ("top_logprobs", 0),
         ("top_p", 1.0),
         ("truncation", "disabled"),
     ):
@@ -288,24 +303,47 @@ def response(module: Any, chat: Json, request: Json) -> Json:
     done = shell(request, chat["id"], chat["created"], chat["model"])
     done["status"] = made["status"]
     done["incomplete_details"] = made["incomplete_details"]
-    items = [_item(item, chat["id"], made["status"]) for item in made["output"]]
-    done["output"] = [item for item in items if item["type"] != "message" or item["content"]]
+    logprobs = (choice.get("logprobs") or {}).get("content") or []
+    calls = 0
+    for item in made["output"]:
+        shown = _item(item, chat["id"], made["status"], calls)
+        calls += shown["type"].endswith("_call")
+        if shown["type"] != "message":
+            done["output"].append(shown)
+        elif shown["content"]:
+            shown["content"][0].setdefault("logprobs", []).extend(logprobs)
+            done["output"].append(shown)
     done["usage"] = _usage(made["usage"])
     return done
 
 
-def item_id(kind: str, stored_id: str, call_id: str = "") -> str:
-    """The id of an output item: the same in a stream and in the response that ends it."""
-    if kind == "function_call":
-        return f"fc_{call_id}"
-    if kind == "custom_tool_call":
-        return f"ctc_{call_id}"
-    return response_id(stored_id).replace("resp", "rs" if kind == "reasoning" else "msg", 1)
+_ID_BEGINS = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
 
 
-def _item(item: Json, stored_id: str, status: str) -> Json:
+def item_id(kind: str, stored_id: str, number: int = 0) -> str:
+    """The id of an output item: the same in a stream and in the response that ends it.
+
+    Args:
+        number: of tool calls, which there may be several of.
+    """
+    shown = response_id(stored_id).replace("resp", _ID_BEGINS[kind], 1)
+    return f"{shown}_{number}" if kind.endswith("_call") else shown
+
+
+def item_owner(name: str) -> str | None:
+    """The id of the completion that an output item is a part of."""
+    begins, _, rest = name.partition("_")
+    return "chatcmpl-" + rest.partition("_")[0] if begins in _ID_BEGINS.values() else None
+
+
+def _item(item: Json, stored_id: str, status: str, number: int) -> Json:
     kind = item["type"]
-    shown = {"id": item_id(kind, stored_id, item.get("call_id", "")), "type": kind}
+    shown = {"id": item_id(kind, stored_id, number), "type": kind}
     if kind == "reasoning":
         # LiteLLM calls the text of reasoning `output_text`, and leaves the summary out.
         texts = [{"type": "reasoning_text", "text": part["text"]} for part in item["content"]]

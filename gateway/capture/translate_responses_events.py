@@ -33,6 +33,9 @@ class ResponsesSurface:
         self._items: list[Json] = []
         """Those that were begun; only the last may still be open."""
         self._open: Json | None = None
+        self._calls = 0
+        self._logprobs: list[Json] = []
+        """Those whose text has not been shown."""
 
     def answer(self, chat: Json) -> Json:
         """The response object, not streamed."""
@@ -55,6 +58,7 @@ class ResponsesSurface:
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             merge_delta(self._message, delta)
+            self._logprobs += (choice.get("logprobs") or {}).get("content") or ()
             for kind, value in parts(delta):
                 events += getattr(self, f"_{kind}")(value)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
@@ -66,6 +70,11 @@ class ResponsesSurface:
         self._message.setdefault("content", None)
         done = self.answer({**self._chat, "choices": [choice]})
         events = self._close(done["status"])
+        for item in done["output"]:
+            # The whole answer does not say which of its logprobs are those of its text.
+            shown = [i for i in self._items if i["id"] == item["id"] and i["type"] == "message"]
+            if shown and item["content"][0]["type"] == "output_text":
+                item["content"][0]["logprobs"] = shown[-1]["content"][0]["logprobs"]
         order = {item["id"]: index for index, item in enumerate(self._items)}
         done["output"].sort(key=lambda item: order.get(item["id"], len(order)))
         return [*events, self._event(f"response.{done['status']}", response=done)]
@@ -96,12 +105,13 @@ class ResponsesSurface:
     def _begin(self, kind: str, **fields: Any) -> list[Json]:
         events = self._close("completed")
         self._open = {
-            "id": item_id(kind, self._chat["id"], fields.get("call_id", "")),
+            "id": item_id(kind, self._chat["id"], self._calls),
             "type": kind,
             **fields,
             "status": "in_progress",
         }
         self._items.append(self._open)
+        self._calls += kind.endswith("_call")
         # Copied, because the item is filled while its event may still be waiting to be sent.
         shown = {**self._open}
         index = len(self._items) - 1
@@ -127,8 +137,11 @@ class ResponsesSurface:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             events.append(self._part_event("content_part.added", content_index=0, part=part))
             assert self._open is not None
-            self._open["content"] = [{**part}]
-        return [*events, self._delta("output_text.delta", text, logprobs=[])]
+            self._open["content"] = [{**part, "logprobs": []}]
+        assert self._open is not None
+        logprobs, self._logprobs = self._logprobs, []
+        self._open["content"][0]["logprobs"] += logprobs
+        return [*events, self._delta("output_text.delta", text, logprobs=logprobs)]
 
     def _delta(self, kind: str, text: str, **fields: Any) -> Json:
         assert self._open is not None
@@ -160,8 +173,11 @@ class ResponsesSurface:
         events = []
         if item["type"] in ("message", "reasoning"):
             part = item["content"][0]
+            if item["type"] == "message":
+                part["logprobs"] += self._logprobs
+                self._logprobs = []
             kind, text = part["type"], {"text": part["text"]}
-            extra: Json = {"logprobs": []} if kind == "output_text" else {}
+            extra: Json = {"logprobs": part["logprobs"]} if kind == "output_text" else {}
             events = [
                 self._part_event(f"{kind}.done", content_index=0, **text, **extra),
                 self._part_event("content_part.done", content_index=0, part={**part}),

@@ -77,15 +77,14 @@ async def running(tmp_path: Path, base: Path, **options: Any) -> AsyncIterator[R
         yield Running(url, gateway, vllm, client, http)
 
 
-@pytest.fixture
-def toy_base(tmp_path: Path) -> Path:
+def write_toy_base(parent: Path) -> Path:
     """A base model folder that is just large enough to have layers."""
     import json
 
     import numpy as np
     from safetensors.numpy import save_file
 
-    folder = tmp_path / "base"
+    folder = parent / "base"
     folder.mkdir()
     layers = {
         f"model.layers.0.{part}.weight": np.zeros((8, 8), np.float32)
@@ -94,6 +93,12 @@ def toy_base(tmp_path: Path) -> Path:
     save_file(layers, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     return folder
+
+
+@pytest.fixture
+def toy_base(tmp_path: Path) -> Path:
+    """The folder of a small base model."""
+    return write_toy_base(tmp_path)
 
 
 @pytest.fixture

@@ -149,6 +149,58 @@ async def test_echoed_text_continues_the_trajectory_token_for_token(strop, clien
         assert after.prompt_ids[: len(sequence)] == sequence
 
 
+async def test_a_thread_is_continued_with_its_system_prompt_and_tools(strop, client):
+    long_name = "paint_" + "very_" * 13 + "well"
+    first = await client.beta.messages.create(
+        model="agent",
+        max_tokens=150,
+        system="Be brief.",
+        tools=[{**TOOL, "name": long_name}],
+        messages=ASK,
+        thread={"type": "create"},
+    )
+    (call,) = first.content
+    assert call.name == long_name
+    result = {"type": "tool_result", "tool_use_id": call.id, "is_error": True}
+    # Another conversation that goes alike must not be taken for this one.
+    thread = {"type": "continue", "previous_message_id": first.id}
+    options = {"model": "agent", "max_tokens": 150, "thread": thread}
+    second = await client.beta.messages.create(
+        messages=[{"role": "user", "content": [result]}], **options
+    )
+    before, row = stored(strop, first.id), stored(strop, second.id)
+    assert (row.parent_id, row.trajectory_id) == (before.id, before.trajectory_id)
+    assert [m["role"] for m in row.messages] == ["system", "user", "assistant", "tool"]
+    assert row.messages[3] == {
+        "role": "tool",
+        "tool_call_id": call.id,
+        "content": "Error",
+        "is_error": True,
+    }
+    assert row.request["tools"] == before.request["tools"]
+    options["thread"] = {"type": "continue", "previous_message_id": second.id}
+    third = await client.beta.messages.create(messages=ASK, **options)
+    assert third.content[0].name == long_name
+    assert "thread" not in strop.vllm.requests[-1]
+    assert "strop" not in strop.vllm.requests[-1]
+
+
+async def test_a_thread_that_is_not_there_is_refused_as_the_sdk_expects(strop, client):
+    with pytest.raises(NotFoundError) as caught:
+        await client.beta.messages.create(
+            model="agent",
+            max_tokens=4,
+            messages=ASK,
+            thread={"type": "continue", "previous_message_id": "msg_0"},
+        )
+    assert caught.value.body["error"]["details"] == {"error_code": "thread_not_found"}
+
+
+async def test_more_tokens_than_the_model_can_are_as_many_as_it_can(strop, client):
+    reply = await client.messages.create(model="agent", max_tokens=64_000, messages=ASK)
+    assert stored(strop, reply.id).request["max_tokens"] == strop.vllm.max_model_len
+
+
 async def test_tokens_are_counted_as_vllm_counts_them(strop, client):
     options = {"model": "agent", "messages": ASK, "system": "Be brief.", "tools": [TOOL]}
     counted = await client.messages.count_tokens(**options)
@@ -213,6 +265,12 @@ async def test_an_error_of_vllm_is_put_into_anthropics_format(strop, client):
         ({"tools": [{"name": "x"}]}, "tools.0"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"tool_choice": {"type": "sometimes"}}, "tool_choice"),
+        ({"thread": {"type": "end"}}, "thread.type"),
+        ({"thread": {"type": "continue"}}, "thread.previous_message_id"),
+        (
+            {"thread": {"type": "continue", "previous_message_id": "msg_1"}, "system": "x"},
+            "system",
+        ),
         ({"temperature": "hot"}, "temperature"),
     ],
 )

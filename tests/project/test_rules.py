@@ -60,7 +60,8 @@ def test_no_registry_host_is_named():
         assert not host.search(path.read_text(errors="replace")), path
 
 
-def test_requirements_are_pinned():
-    for line in (ROOT / "requirements" / "cpu.txt").read_text().splitlines():
+@pytest.mark.parametrize("path", tracked("requirements/*.txt"), ids=str)
+def test_requirements_are_pinned(path: Path):
+    for line in path.read_text().splitlines():
         if line and not line.startswith("#"):
             assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!-]+", line), line

@@ -13,6 +13,8 @@ class Faults:
     """Leave every token id out, as if the server did not know `return_token_ids`."""
     mismatch: bool = False
     """One token id fewer than there are logprobs, in each choice."""
+    drop_ids_of_calls: bool = False
+    """In streams, no ids with the chunks of a tool call, as some releases do (vllm#27482)."""
     wrong_usage: bool = False
     """`usage` counts one token more than were sampled."""
     wrong_model_name: str | None = None
@@ -49,8 +51,11 @@ class Faults:
             reply.request.return_token_ids = False
         for choice in reply.choices:
             size = self.tokens_per_chunk
-            if size > 1 and not choice.tool_calls:
+            if size > 1 and not any(step.delta for step in choice.steps):
                 starts = range(0, len(choice.steps), size)
                 choice.steps = [Step.joined(choice.steps[at : at + size]) for at in starts]
+            for step in choice.steps:
+                if self.drop_ids_of_calls and reply.request.stream and step.delta:
+                    step.token_ids = []
             if self.mismatch:
                 choice.steps[-1].token_ids.pop()

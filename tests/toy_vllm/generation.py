@@ -1,8 +1,7 @@
 """Answers of the fake vLLM: checks a request as vLLM 0.32 does, and samples from the toy model."""
 
-import json
 import random
-import uuid
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from tests.toy_vllm.model import (
     next_logprobs,
     tool_call_text,
 )
+from tests.toy_vllm.play import calls_due, formatted
 from tests.toy_vllm.replies import Choice, Reply, Step
 from tests.toy_vllm.requests import ApiError, ChatRequest, CompletionRequest, Request
 
@@ -26,9 +26,14 @@ MASKED = -9999.0
 
 
 def answer_chat(
-    request: ChatRequest, mark: bytes, seed: int, max_model_len: int, tool_parser: bool
+    request: ChatRequest,
+    mark: bytes,
+    seed: int,
+    max_model_len: int,
+    tool_parser: bool,
+    thoughts: str = "",
 ) -> Reply:
-    """Sample `n` answers to a conversation. With tools, a turn that follows the user calls the first."""
+    """Sample `n` answers to a conversation; `tests.toy_vllm.play` says when tools are called."""
     if not request.messages:
         raise ApiError(
             "Cannot apply chat template to an empty conversation. Provide at least one message."
@@ -46,13 +51,21 @@ def answer_chat(
     _check(request, max_model_len)
     prompt = chat_prompt(request.messages, request.tools)
     limit = _room(request, prompt, max_model_len)
-    call = None
-    if choice != "none" and request.messages[-1].get("role") != "tool":
-        call = _tool_call(request.tools or [], choice)
-    choices = [
-        _choice(request, prompt, mark, _number(request, seed), index, limit, call)
-        for index in range(request.n)
-    ]
+    choices = []
+    for index in range(request.n):
+        one = Choice(index, prompt, _prompt_logprobs(request, prompt, mark))
+        if thoughts:
+            _think(one, request, mark, limit, thoughts)
+        left = limit - len(one.token_ids)
+        calls = calls_due(request, choice)
+        text = formatted(request)
+        if calls and left:
+            _write_calls(one, request, mark, left, calls)
+        elif text is not None and left:
+            _write_text(one, request, mark, left, text)
+        else:
+            _sample(one, request, mark, random.Random(f"{_number(request, seed)}/{index}"), left)
+        choices.append(one)
     return Reply(request, choices)
 
 
@@ -71,9 +84,9 @@ def answer_completion(
         limit = _room(request, prompt, max_model_len)
         for _ in range(request.n):
             index = len(choices)
-            choices.append(
-                _choice(request, prompt, mark, _number(request, seed), index, limit, None)
-            )
+            one = Choice(index, prompt, _prompt_logprobs(request, prompt, mark))
+            _sample(one, request, mark, random.Random(f"{_number(request, seed)}/{index}"), limit)
+            choices.append(one)
     return Reply(request, choices)
 
 
@@ -135,42 +148,12 @@ def _room(request: Request, prompt: list[int], max_model_len: int) -> int:
     return min(request.limit() or max_model_len, max_model_len - len(prompt))
 
 
-def _tool_call(tools: list[dict[str, Any]], choice: str | dict[str, Any]) -> dict[str, Any]:
-    """A call of the named tool, else of the first, with "red" for each required argument."""
-    name = choice["function"]["name"] if isinstance(choice, dict) else None
-    functions = [tool["function"] for tool in tools]
-    function = next((f for f in functions if name in (None, f["name"])), functions[0])
-    required = (function.get("parameters") or {}).get("required", [])
-    arguments = json.dumps(dict.fromkeys(required, "red"))
-    return {
-        "id": f"chatcmpl-tool-{uuid.uuid4().hex[:16]}",
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
-
-
-def _choice(
-    request: Request,
-    prompt: list[int],
-    mark: bytes,
-    seed: int,
-    index: int,
-    limit: int,
-    call: dict[str, Any] | None,
-) -> Choice:
-    choice = Choice(index, prompt, _prompt_logprobs(request, prompt, mark))
-    if call is None:
-        _sample(choice, request, mark, random.Random(f"{seed}/{index}"), limit)
-    else:
-        _write_call(choice, request, mark, limit, call)
-    return choice
-
-
 def _sample(choice: Choice, request: Request, mark: bytes, dice: random.Random, limit: int) -> None:
     stops, sent, searched = request.stops(), 0, 0
     # Text that may turn out to be the beginning of a stop string is held back.
     held = max(map(len, stops), default=1) - 1
-    ids = list(choice.prompt_ids)
+    ids = [*choice.prompt_ids, *choice.token_ids]
+    begin = len(ids)
     for position in range(limit):
         chances = _processed(next_logprobs(mark, ids), request, position)
         if request.temperature == 0:
@@ -181,7 +164,7 @@ def _sample(choice: Choice, request: Request, mark: bytes, dice: random.Random, 
         ids.append(token)
         step = _step(request, chances, token)
         choice.steps.append(step)
-        text = decode(ids[len(choice.prompt_ids) :])
+        text = decode(ids[begin:])
         if token == END and not request.ignore_eos:
             choice.finish_reason = "stop"
         elif token in (request.stop_token_ids or []):
@@ -224,26 +207,64 @@ def _step(request: Request, chances: NDArray[np.float64], token: int) -> Step:
     return Step([token], [tops[0][1]], [tops])
 
 
-def _write_call(
-    choice: Choice, request: Request, mark: bytes, limit: int, call: dict[str, Any]
-) -> None:
-    """Write a tool call, whose tokens are what they are; their logprobs are the model's."""
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
-    written = [*encode(tool_call_text(name, arguments)), END]
-    ids, steps = list(choice.prompt_ids), []
-    for token in written[:limit]:
+def _written(choice: Choice, request: Request, mark: bytes, tokens: list[int]) -> list[Step]:
+    """Tokens that are what they are; their logprobs are the model's."""
+    ids, steps = [*choice.prompt_ids, *choice.token_ids], []
+    for token in tokens:
         steps.append(_step(request, next_logprobs(mark, ids), token))
         ids.append(token)
+    return steps
+
+
+def _in_pieces(steps: list[Step], number: int) -> list[Step]:
+    """The steps in so many chunks."""
+    cuts = [len(steps) * at // number for at in range(number + 1)]
+    return [Step.joined(steps[a:b]) for a, b in pairwise(cuts)]
+
+
+def _think(choice: Choice, request: Request, mark: bytes, limit: int, thoughts: str) -> None:
+    """Thoughts before the answer, which a reasoning parser takes out of the text."""
+    tokens = encode(f"<think>\n{thoughts}\n</think>\n\n")[:limit]
+    choice.steps = _in_pieces(_written(choice, request, mark, tokens), 2)
+    half = len(thoughts) // 2
+    for step, piece in zip(choice.steps, (thoughts[:half], thoughts[half:]), strict=True):
+        step.delta = {"reasoning": piece}
+    choice.reasoning = thoughts
+
+
+def _write_text(choice: Choice, request: Request, mark: bytes, limit: int, text: str) -> None:
+    tokens = [*encode(text), END][:limit]
+    steps = _written(choice, request, mark, tokens)
+    for step in steps:
+        step.text = decode(step.token_ids)
+    choice.steps += steps
+    choice.finish_reason = "stop" if tokens[-1] == END else "length"
+
+
+def _write_calls(
+    choice: Choice, request: Request, mark: bytes, limit: int, calls: list[dict[str, Any]]
+) -> None:
+    """Write tool calls; each comes in three chunks: its name, and its arguments in two."""
+    texts = [tool_call_text(**call["function"]) for call in calls]
+    written = [*encode("".join(texts)), END]
+    steps = _written(choice, request, mark, written[:limit])
     if len(written) > limit:
-        choice.steps = [Step.joined(steps)]
-        choice.steps[0].text = decode(choice.token_ids)
+        cut = Step.joined(steps)
+        cut.text = decode(cut.token_ids)
+        choice.steps.append(cut)
         return
-    choice.finish_reason, choice.tool_calls = "tool_calls", [call]
-    half = len(written) // 2
-    choice.steps = [Step.joined(steps[:half]), Step.joined(steps[half:])]
-    opening = {"index": 0, **call, "function": {"name": name, "arguments": ""}}
-    choice.steps[0].delta = {"tool_calls": [opening]}
-    choice.steps[1].delta = {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}
+    choice.finish_reason, choice.tool_calls = "tool_calls", calls
+    deltas: list[dict[str, Any]] = []
+    for index, call in enumerate(calls):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        half = len(arguments) // 2
+        deltas.append({"index": index, **call, "function": {"name": name, "arguments": ""}})
+        for piece in (arguments[:half], arguments[half:]):
+            deltas.append({"index": index, "function": {"arguments": piece}})
+    pieces = _in_pieces(steps, len(deltas))
+    for step, delta in zip(pieces, deltas, strict=True):
+        step.delta = {"tool_calls": [delta]}
+    choice.steps += pieces
 
 
 def _prompt_logprobs(

@@ -10,6 +10,7 @@ same in every process, and differ between any two adapters. An adapter whose B m
 the base model, as in the real thing.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -61,7 +62,13 @@ def decode(ids: Sequence[int], *, skip_special: bool = True) -> str:
 
 
 def tool_call_text(name: str, arguments: str) -> str:
-    """A tool call the way the model writes it."""
+    """A tool call the way the model writes it, and the template after it.
+
+    Like the templates of real models this writes arguments its own way, however a client has
+    serialised them.
+    """
+    with contextlib.suppress(ValueError):
+        arguments = json.dumps(json.loads(arguments))
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 

@@ -44,6 +44,7 @@ class Choice:
     finish_reason: str = "length"
     stop_reason: str | int | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    reasoning: str | None = None
 
     @property
     def text(self) -> str:
@@ -62,6 +63,8 @@ class Reply:
     choices: list[Choice]
     model: str = ""
     extra_usage: int = 0
+    cached_tokens: int | None = None
+    """Told in `usage` if the server was started with --enable-prompt-tokens-details."""
     id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -70,22 +73,22 @@ class Reply:
         prompt = sum(len(c.prompt_ids) for c in self.choices[:: max(self.request.n, 1)])
         sampled = sum(len(step.logprobs) for c in self.choices for step in c.steps)
         sampled += self.extra_usage
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": prompt,
             "total_tokens": prompt + sampled,
             "completion_tokens": sampled,
         }
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        return usage
 
     def ids(self, token_ids: list[int]) -> list[int] | None:
         """Token ids, if they were asked for."""
         return token_ids if self.request.return_token_ids else None
 
     def full_usage(self) -> dict[str, Any]:
-        return {
-            **self.usage(),
-            "prompt_tokens_details": None,
-            "completion_tokens_details": None,
-        }
+        empty = {"prompt_tokens_details": None, "completion_tokens_details": None}
+        return {**empty, **self.usage()}
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         return {
@@ -172,7 +175,7 @@ def chat_reply(reply: Reply) -> dict[str, Any]:
             "annotations": None,
             "audio": None,
             "function_call": None,
-            "reasoning": None,
+            "reasoning": choice.reasoning,
         }
         if choice.tool_calls:
             message["tool_calls"] = choice.tool_calls

@@ -80,6 +80,7 @@ class ChatRequest(Request):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
 
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
