@@ -44,6 +44,7 @@ from gateway.settings import Settings
 from gateway.store import Database
 from gateway.store.journal import Journal
 from gateway.store.writer import Writer
+from gateway.tracing.process import Tracing
 
 SURFACES: dict[str, tuple[ASGIApp, str]] = {
     "chat/completions": (ChatCompletions(), "OpenAI's chat completions"),
@@ -121,7 +122,9 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
         settings.commit_queue,
         journal,
         journal_pending_days=settings.journal_pending_days,
+        traced=settings.langfuse.projects,
     )
+    tracing = Tracing(settings.url(), settings.public_url(), settings.langfuse)
     writer.start()
     timeout = aiohttp.ClientTimeout(
         total=None,
@@ -143,6 +146,7 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             settings, database, writer, pool, publisher, Placements(database), Retries()
         )
         try:
+            tracing.start()
             await _configure_policies(gateway)
             guard = Guard(database, writer, publisher, settings.guard_poll)
             tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(guard.run())]
@@ -158,6 +162,7 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
         finally:
             pool.close()
             await writer.close()
+            await tracing.close()
             database.dispose()
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from gateway.client import ApiFailed, call
 from gateway.export_cli import data_app
 from gateway.keys_cli import keys_app
+from gateway.langfuse_cli import langfuse_app
 from gateway.life_cli import register, step_app
 from gateway.settings import Settings
 
@@ -27,6 +28,7 @@ policy_app = typer.Typer(help="What is being trained, its versions, and the way 
 app.add_typer(policy_app, name="policy", no_args_is_help=True)
 app.add_typer(step_app, name="step", no_args_is_help=True)
 app.add_typer(keys_app, name="keys", no_args_is_help=True)
+app.add_typer(langfuse_app, name="langfuse", no_args_is_help=True)
 app.add_typer(data_app)
 
 out = Console()

@@ -8,6 +8,7 @@ from gateway.backends.launch import VllmOptions
 from gateway.backends.providers import Provider
 from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.settings import StoreSettings
+from gateway.tracing.settings import LangfuseSettings
 
 
 class PolicyConfig(PolicySettings):
@@ -50,6 +51,9 @@ class Settings(StoreSettings):
 
     vllm: VllmOptions = Field(default_factory=VllmOptions)
     """The vLLM that `strop up` starts."""
+
+    langfuse: LangfuseSettings = Field(default_factory=LangfuseSettings)
+    """Traces to Langfuse, and scores from there."""
 
     max_body_bytes: int = Field(default=32 * 2**20, ge=1024)
     """Largest request body that is read."""
@@ -99,6 +103,11 @@ class Settings(StoreSettings):
     def policy_configs(self) -> dict[str, PolicyConfig]:
         """The policies that exist from the start."""
         return self.policies or {"agent": PolicyConfig()}
+
+    def public_url(self) -> str:
+        """The address of strop's pages, for links to them."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return (self.langfuse.public_url or f"http://{host}:{self.port}").rstrip("/")
 
     def bundled_model(self) -> Path:
         """Where the small model that comes with strop is unpacked."""

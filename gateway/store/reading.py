@@ -13,11 +13,20 @@ from gateway.store.records import StoredChoice, StoredCompletion
 
 
 def stored_completions(
-    connection: Connection, project: str, trajectory_ids: Sequence[str]
+    connection: Connection,
+    project: str,
+    trajectory_ids: Sequence[str],
+    *,
+    tokens: bool = True,
 ) -> list[StoredCompletion]:
-    """The completions of trajectories, whole, in the order in which they were asked for."""
+    """The completions of trajectories, whole, in the order in which they were asked for.
+
+    Args:
+        tokens: False leaves out prompt ids and choices, for those who read only the text.
+    """
+    columns = [c for c in Completion.__table__.c if tokens or c.name != "prompt_ids"]
     query = (
-        select(Completion.__table__)
+        select(*columns)
         .where(Completion.project == project, Completion.trajectory_id.in_(trajectory_ids))
         .order_by(Completion.created_at, Completion.id)
     )
@@ -29,7 +38,7 @@ def stored_completions(
         .order_by(Choice.completion_id, Choice.index)
     )
     choices: dict[str, list[StoredChoice]] = {}
-    for row in connection.execute(choice_query).mappings():
+    for row in connection.execute(choice_query).mappings() if tokens else ():
         choices.setdefault(row["completion_id"], []).append(
             StoredChoice(
                 index=row["index"],
@@ -73,7 +82,8 @@ def _whole(
     row: RowMapping, parent: StoredCompletion | None, choices: list[StoredChoice]
 ) -> StoredCompletion:
     messages = codec.decode_json(row["messages"])
-    prompt = codec.decode_ids(row["prompt_ids"]) if row["prompt_ids"] is not None else None
+    ids = row.get("prompt_ids")
+    prompt = codec.decode_ids(ids) if ids is not None else None
     request = codec.decode_json(row["request"]) if row["request"] is not None else None
     if parent is not None:
         if row["messages_shared"]:

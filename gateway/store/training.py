@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, func, insert, select, update
 
+from gateway.store import outbox
 from gateway.store.claims import ClaimedGroup, TrainablePolicy, held_by, release
 from gateway.store.database import Database
 from gateway.store.models import CompletionUse, Event, Group, Policy, Step, Trajectory, Version
@@ -241,6 +242,8 @@ def _settle(
             )
         )
     if uses:
+        ids = [use.completion_id for use in uses]
+        outbox.add_where_traced(connection, project, ids, time.time())
         connection.execute(
             insert(CompletionUse),
             [

@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
@@ -11,7 +12,7 @@ from sqlalchemy import Connection, Insert, bindparam, func, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
-from gateway.store import rewards
+from gateway.store import outbox, rewards
 from gateway.store.database import Database
 from gateway.store.journal import Journal, Mover, connection_lost, packed
 from gateway.store.models import Base, Choice, Completion, Group, Trajectory
@@ -56,12 +57,15 @@ class Writer:
         limit: int = 10_000,
         journal: Journal | None = None,
         journal_pending_days: float = 7.0,
+        traced: Collection[str] = (),
     ):
         self._database = database
         self._batch = batch
         self._limit = limit
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._pending = 0
+        self._traced = frozenset(traced)
+        """Projects whose completions and rewards go to Langfuse too."""
         self._statements = _Statements(database.is_sqlite)
         self.journal = journal
         self._mover = None
@@ -218,9 +222,29 @@ class Writer:
                 self._statements.insert(connection, encoded)
             # The others come last: they may refer to the completions of this very batch.
             results = [_perform(connection, work) for work in works]
+            if self._traced:
+                self._note_for_langfuse(connection, encoded, works, results)
         self.commits += 1
         self.writes += len(works)
         return results
+
+    def _note_for_langfuse(
+        self,
+        connection: Connection,
+        encoded: Sequence[EncodedCompletion],
+        works: Sequence[_Work],
+        results: Sequence[Any],
+    ) -> None:
+        now = time.time()
+        completions = [(e.completion["project"], e.completion["id"]) for e in encoded]
+        posted = [
+            (work.project, stored.id)
+            for work, result in zip(works, results, strict=True)
+            if isinstance(work, RewardList) and not isinstance(result, RewardRefused)
+            for stored in result[0]
+        ]
+        for kind, things in ((outbox.COMPLETION, completions), (outbox.REWARD, posted)):
+            outbox.add(connection, kind, [t for t in things if t[0] in self._traced], now)
 
     def _ping(self) -> None:
         with self._database.read() as connection:

@@ -1,0 +1,153 @@
+"""`strop langfuse …`: what is still to be sent, and sending what was logged before."""
+
+import threading
+import time
+from datetime import datetime
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from gateway.settings import Settings
+from gateway.store import Database, outbox
+from gateway.store.models import DEFAULT_PROJECT
+
+langfuse_app = typer.Typer(help="Traces and scores to Langfuse.")
+out = Console()
+err = Console(stderr=True)
+
+_ROUND = 200
+"""Trajectories that are noted in one transaction: requests wait for it."""
+
+Project = Annotated[str, typer.Option(help="The project of strop.")]
+
+
+def _open() -> tuple[Settings, Database]:
+    settings = Settings()
+    database = Database(settings.url())
+    database.migrate()
+    return settings, database
+
+
+@langfuse_app.command("status")
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
+) -> None:
+    """What is still to be sent, and what Langfuse refused."""
+    settings, database = _open()
+    with database.read() as connection:
+        found = outbox.lag(connection, time.time())
+    if as_json:
+        names = ("project", "waiting", "refused", "oldest_seconds")
+        out.print_json(data=[{name: getattr(lag, name) for name in names} for lag in found])
+        return
+    table = Table("project", "Langfuse", "waiting", "oldest", "refused")
+    for lag in found:
+        project = settings.langfuse.projects.get(lag.project)
+        where = project.base_url if project else "not configured"
+        oldest = f"{lag.oldest_seconds:.0f} s" if lag.waiting else ""
+        table.add_row(lag.project, where, str(lag.waiting), oldest, str(lag.refused))
+    out.print(table)
+
+
+@langfuse_app.command("retry")
+def retry(project: Project = DEFAULT_PROJECT) -> None:
+    """Let what Langfuse refused be sent again."""
+    _, database = _open()
+    with database.write() as connection:
+        count = outbox.retry_refused(connection, project)
+    out.print(f"{count} refused entries are sent again.")
+
+
+@langfuse_app.command("backfill")
+def backfill(
+    project: Project = DEFAULT_PROJECT,
+    since: Annotated[
+        datetime | None, typer.Option(help="Trajectories that began at this time or later.")
+    ] = None,
+    until: Annotated[datetime | None, typer.Option(help="… and before this time.")] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until all of it is sent.")
+    ] = True,
+) -> None:
+    """Send what was logged before Langfuse was configured, or what it has lost.
+
+    What is there already is replaced by itself. Where no gateway runs, this command sends.
+    """
+    settings, database = _open()
+    if project not in settings.langfuse.projects:
+        err.print(
+            f"[red]Error:[/] the project {project} has no Langfuse. Set LANGFUSE_PUBLIC_KEY, "
+            "LANGFUSE_SECRET_KEY and LANGFUSE_BASE_URL, or langfuse.projects in strop.toml.",
+            highlight=False,
+        )
+        raise typer.Exit(2)
+    count = _note(database, project, since, until)
+    out.print(f"{count} completions and rewards of {project} are to be sent.", highlight=False)
+    if wait:
+        _watch(settings, database, project)
+
+
+def _note(database: Database, project: str, since: datetime | None, until: datetime | None) -> int:
+    count, after = 0, ""
+    now = time.time()
+    with database.write() as connection:
+        outbox.trace_project(connection, project)
+    with out.status("Looking through the log …"):
+        while True:
+            with database.write() as connection:
+                made, last = outbox.backfill(
+                    connection,
+                    project,
+                    since=since.timestamp() if since else 0.0,
+                    until=until.timestamp() if until else float(2**62),
+                    after=after,
+                    limit=_ROUND,
+                    now=now,
+                )
+            count += made
+            if last is None:
+                return count
+            after = last
+
+
+def _watch(settings: Settings, database: Database, project: str) -> None:
+    from gateway.tracing.channel import Channel
+
+    stop = threading.Event()
+    channel = Channel(database, project, settings.langfuse, settings.public_url(), stop)
+    # It sends only where no gateway holds the lease.
+    thread = threading.Thread(target=channel.run, daemon=True)
+    thread.start()
+    columns = (TextColumn("sending"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=out) as progress:
+            total = _waiting(database, project)
+            task = progress.add_task("", total=total)
+            while (left := _waiting(database, project)) > 0:
+                total = max(total, left)
+                progress.update(task, total=total, completed=total - left)
+                time.sleep(0.2)
+            progress.update(task, completed=total)
+    finally:
+        stop.set()
+        thread.join(settings.langfuse.drain_seconds + 1.0)
+    with database.read() as connection:
+        refused = sum(
+            lag.refused for lag in outbox.lag(connection, time.time()) if lag.project == project
+        )
+    if refused:
+        err.print(
+            f"[red]Langfuse refused {refused}.[/] The log says why; "
+            "`strop langfuse retry` sends them again.",
+            highlight=False,
+        )
+        raise typer.Exit(1)
+
+
+def _waiting(database: Database, project: str) -> int:
+    with database.read() as connection:
+        found = outbox.lag(connection, time.time())
+    return sum(lag.waiting for lag in found if lag.project == project)

@@ -1,0 +1,165 @@
+"""What Langfuse does not know yet: one row per thing, written in the transaction that made it.
+
+A cursor over the log itself would not do: PostgreSQL's transactions become visible in another
+order than that in which they took their numbers, so a cursor can pass over a row. A row that is
+deleted once it is delivered cannot be passed over.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import (
+    Connection,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+
+from gateway.store.models import Completion, Reward, Trajectory
+from gateway.store.tracing_models import LangfuseCursor, OutboxEntry
+
+COMPLETION = "completion"
+REWARD = "reward"
+
+
+@dataclass(slots=True, frozen=True)
+class Entry:
+    """Something that is to be sent."""
+
+    row: int
+    kind: str
+    ref: str
+
+
+@dataclass(slots=True, frozen=True)
+class Lag:
+    """How far a project's Langfuse is behind."""
+
+    project: str
+    waiting: int
+    refused: int
+    oldest_seconds: float
+    """Age of the oldest that waits; 0 if nothing does."""
+
+
+def add(connection: Connection, kind: str, things: Iterable[tuple[str, str]], now: float) -> None:
+    """Note things as to be sent, each a project and an id."""
+    rows = [{"project": project, "kind": kind, "ref": ref, "at": now} for project, ref in things]
+    if rows:
+        connection.execute(insert(OutboxEntry), rows)
+
+
+def add_where_traced(
+    connection: Connection, project: str, completion_ids: Sequence[str], now: float
+) -> None:
+    """Note completions about which something became known, if their project is traced at all."""
+    traced = exists().where(LangfuseCursor.project == project)
+    if completion_ids and connection.execute(select(traced)).scalar_one():
+        unique = dict.fromkeys(completion_ids)
+        add(connection, COMPLETION, [(project, each) for each in unique], now)
+
+
+def trace_project(connection: Connection, project: str) -> None:
+    """Note that a project has a Langfuse."""
+    dialect: Any = sqlite if connection.dialect.name == "sqlite" else postgresql
+    row = {"project": project, "position": 0.0, "compared_at": 0.0}
+    connection.execute(dialect.insert(LangfuseCursor).values(row).on_conflict_do_nothing())
+
+
+def pending(connection: Connection, project: str, limit: int) -> list[Entry]:
+    """The oldest entries of a project that were not refused."""
+    query = (
+        select(OutboxEntry.row, OutboxEntry.kind, OutboxEntry.ref)
+        .where(OutboxEntry.project == project, OutboxEntry.error.is_(None))
+        .order_by(OutboxEntry.row)
+        .limit(limit)
+    )
+    return [Entry(*row) for row in connection.execute(query)]
+
+
+def delivered(connection: Connection, rows: Sequence[int]) -> None:
+    """Forget entries that Langfuse has accepted."""
+    if rows:
+        connection.execute(delete(OutboxEntry).where(OutboxEntry.row.in_(rows)))
+
+
+def refused(connection: Connection, rows: Sequence[int], error: str) -> None:
+    """Set entries aside that Langfuse does not take, with what it said."""
+    connection.execute(
+        update(OutboxEntry).where(OutboxEntry.row.in_(rows)).values(error=error[:1000])
+    )
+
+
+def retry_refused(connection: Connection, project: str | None) -> int:
+    """Let refused entries be sent again; returns how many."""
+    query = update(OutboxEntry).where(OutboxEntry.error.is_not(None)).values(error=None)
+    if project is not None:
+        query = query.where(OutboxEntry.project == project)
+    return connection.execute(query).rowcount
+
+
+def lag(connection: Connection, now: float) -> list[Lag]:
+    """How far each traced project is behind, for metrics and for people."""
+    counts: dict[str, tuple[int, int, float | None]] = {}
+    query = select(
+        OutboxEntry.project,
+        func.count().filter(OutboxEntry.error.is_(None)),
+        func.count().filter(OutboxEntry.error.is_not(None)),
+        func.min(OutboxEntry.at).filter(OutboxEntry.error.is_(None)),
+    ).group_by(OutboxEntry.project)
+    for project, waiting, aside, oldest in connection.execute(query):
+        counts[project] = (waiting, aside, oldest)
+    for project in connection.execute(select(LangfuseCursor.project)).scalars():
+        counts.setdefault(project, (0, 0, None))
+    return [
+        Lag(project, waiting, aside, max(0.0, now - oldest) if oldest is not None else 0.0)
+        for project, (waiting, aside, oldest) in sorted(counts.items())
+    ]
+
+
+def backfill(
+    connection: Connection,
+    project: str,
+    *,
+    since: float,
+    until: float,
+    after: str,
+    limit: int,
+    now: float,
+) -> tuple[int, str | None]:
+    """Note the completions of a time, and the rewards of their trajectories, as to be sent.
+
+    Args:
+        since, until: Unix seconds, of the beginning of a trajectory; the end is not included.
+        after: the trajectory that the last call ended with; empty at first.
+        limit: most trajectories in this call.
+
+    Returns:
+        How many entries were made, and `after` for the next call; None if this was the last.
+    """
+    query = (
+        select(Trajectory.id)
+        .where(
+            Trajectory.project == project,
+            Trajectory.created_at >= since,
+            Trajectory.created_at < until,
+            Trajectory.id > after,
+        )
+        .order_by(Trajectory.id)
+        .limit(limit)
+    )
+    ids = list(connection.execute(query).scalars())
+    count = 0
+    for kind, model in ((COMPLETION, Completion), (REWARD, Reward)):
+        source: Any = select(literal(project), literal(kind), model.id, literal(now)).where(
+            model.project == project, model.trajectory_id.in_(ids)
+        )
+        statement = insert(OutboxEntry).from_select(["project", "kind", "ref", "at"], source)
+        count += connection.execute(statement).rowcount
+    return count, ids[-1] if len(ids) == limit else None

@@ -1,0 +1,89 @@
+"""A store, and senders from it to a fake Langfuse."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.store import Database
+from gateway.store.models import DEFAULT_PROJECT
+from gateway.store.writer import Writer
+from gateway.tracing.exporter import Exporter
+from gateway.tracing.sender import Sender
+from gateway.tracing.settings import LangfuseProject
+from tests.fake_langfuse import FakeLangfuse
+from tests.store.conftest import captured as captured
+from tests.store.conftest import empty_url as empty_url
+from tests.store.conftest import postgres as postgres
+
+PAGE = "http://strop.test"
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    found = Database(f"sqlite:///{tmp_path / 'strop.db'}")
+    found.migrate()
+    yield found
+    found.dispose()
+
+
+@pytest.fixture
+async def writer(database: Database) -> AsyncIterator[Writer]:
+    found = Writer(database, traced=[DEFAULT_PROJECT])
+    found.start()
+    yield found
+    await found.close()
+
+
+@pytest.fixture
+async def langfuse() -> AsyncIterator[FakeLangfuse]:
+    async with FakeLangfuse() as found:
+        yield found
+        assert found.problems == []
+
+
+def keys(langfuse: FakeLangfuse, **options: Any) -> LangfuseProject:
+    values = {"public_key": langfuse.public_key, "secret_key": langfuse.secret_key}
+    return LangfuseProject(**{"base_url": langfuse.url, **values, **options})
+
+
+MakeSender = Callable[..., Sender]
+
+
+@pytest.fixture
+def make_sender(database: Database, langfuse: FakeLangfuse) -> Iterator[MakeSender]:
+    exporters = []
+
+    def make(batch: int = 200, **options: Any) -> Sender:
+        exporters.append(Exporter(keys(langfuse, **options), timeout=5.0))
+        found = Sender(database, DEFAULT_PROJECT, exporters[-1], PAGE, batch)
+        found.start()
+        return found
+
+    yield make
+    for exporter in exporters:
+        exporter.close()
+
+
+@pytest.fixture
+def sender(make_sender: MakeSender) -> Sender:
+    return make_sender()
+
+
+async def drain(sender: Sender) -> None:
+    """Send all there is, however often it takes."""
+
+    def all_of_it() -> None:
+        from gateway.store import outbox
+
+        for _ in range(1000):
+            sender.not_before = 0.0
+            sender.step()
+            with sender._database.read() as connection:
+                if not outbox.pending(connection, sender.project, 1):
+                    return
+        raise AssertionError("the outbox did not get empty")
+
+    await asyncio.to_thread(all_of_it)

@@ -1,0 +1,103 @@
+"""`strop langfuse …` and the settings behind it."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from gateway.settings import Settings
+from gateway.store import Database, outbox
+from gateway.store.rewards import NewReward
+from gateway.store.writer import Writer
+from gateway.tracing.settings import LangfuseProject, LangfuseSettings
+from tests.fake_langfuse import FakeLangfuse
+from tests.store.conftest import Captured
+
+
+async def strop(tmp_path: Path, *arguments: str, **env: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "gateway.cli", "langfuse", *arguments,
+        env={**os.environ, "STROP_DATABASE_URL": f"sqlite:///{tmp_path / 'strop.db'}", **env},
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = await process.communicate()
+    return process.returncode or 0, output.decode()
+
+
+async def test_backfill_sends_what_was_logged_before(
+    tmp_path: Path, database: Database, langfuse: FakeLangfuse, captured: Captured
+):
+    writer = Writer(database)
+    writer.start()
+    items = [captured(f"t{n}", created_at=100.0 * n, finished_at=100.0 * n + 1) for n in range(6)]
+    for item in items:
+        await writer.store(item)
+        await writer.post_rewards("default", [NewReward(1.0, completion_id=item.id)])
+    await writer.close()
+    code, text = await strop(tmp_path, "backfill")
+    assert code == 2
+    assert "LANGFUSE_PUBLIC_KEY" in text
+    keys = {
+        "LANGFUSE_PUBLIC_KEY": langfuse.public_key,
+        "LANGFUSE_SECRET_KEY": langfuse.secret_key,
+        "LANGFUSE_BASE_URL": langfuse.url,
+        "TZ": "UTC",
+    }
+    part = ("--since", "1970-01-01T00:05:00", "--until", "1970-01-01T00:08:20")
+    code, text = await strop(tmp_path, "backfill", *part, **keys)
+    assert (code, "4 completions and rewards of default" in text) == (0, True), text
+    assert len(langfuse.spans) == 4
+    langfuse.refuses_score = lambda score: score["metadata"]["trajectory_id"] == "t5"
+    code, text = await strop(tmp_path, "backfill", **keys)
+    assert (code, "refused 1" in text) == (1, True), text
+    assert (len(langfuse.spans), len(langfuse.scores)) == (12, 5)
+    code, text = await strop(tmp_path, "status", "--json", **keys)
+    assert json.loads(text) == [
+        {"project": "default", "waiting": 0, "refused": 1, "oldest_seconds": 0.0}
+    ]
+    code, text = await strop(tmp_path, "retry", **keys)
+    with database.read() as connection:
+        assert len(outbox.pending(connection, "default", 9)) == 1
+
+
+def test_keys_come_from_the_environment_or_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    for name in ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY", "LANGFUSE_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    assert LangfuseSettings().projects == {}
+    monkeypatch.setenv("LANGFUSE_PUBLIC_KEY", "pk-lf-1")
+    assert LangfuseSettings().projects == {}, "half of the keys are none"
+    monkeypatch.setenv("LANGFUSE_SECRET_KEY", "sk-lf-1")
+    monkeypatch.setenv("LANGFUSE_BASE_URL", "https://langfuse.test/")
+    monkeypatch.setenv("SHOP_SECRET", "sk-lf-2")
+    config = tmp_path / "strop.toml"
+    config.write_text(
+        '[langfuse.projects.shop]\npublic_key = "pk-lf-2"\nsecret_key_env = "SHOP_SECRET"\n'
+        'base_url = "https://eu.langfuse.test"\n[langfuse.scores.quality]\nscale = 0.5\n'
+    )
+    monkeypatch.setenv("STROP_CONFIG", str(config))
+    found = Settings().langfuse
+    assert {name: (p.secret_key, p.base_url) for name, p in found.projects.items()} == {
+        "shop": ("sk-lf-2", "https://eu.langfuse.test"),
+        "default": ("sk-lf-1", "https://langfuse.test"),
+    }
+    assert "sk-lf" not in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"base_url": "langfuse.test", "secret_key": "s"}, "must begin with http"),
+        ({"base_url": "http://l", "secret_key_env": "NOT_SET_ANYWHERE"}, "NOT_SET_ANYWHERE"),
+        ({"base_url": "http://l"}, "no secret_key"),
+    ],
+)
+def test_keys_that_cannot_work_are_refused_in_words(options: dict[str, Any], message: str):
+    with pytest.raises(ValidationError, match=message):
+        LangfuseProject(public_key="pk", **options)
