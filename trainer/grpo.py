@@ -23,7 +23,6 @@ weight decay, ...) is TRL's, under TRL's names.
 
 import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, stdev
 from typing import Any, cast
 
 import torch
@@ -34,35 +33,6 @@ from transformers import PrinterCallback, ProgressCallback
 from trainer.logprobs import Way, trained_logprobs
 from trainer.packing import PackedStep
 from trainer.without_vllm import GRPOTrainer
-
-EQUAL = 1e-8
-"""Scores of a group that lie within this are equal: their differences teach nothing."""
-
-
-def equal_scores(scores: Sequence[float]) -> bool:
-    """Whether all scores of a group are the same."""
-    return max(scores) - min(scores) <= EQUAL
-
-
-def advantages(groups: Sequence[Sequence[float]], scale: str) -> list[list[float]]:
-    """Scores of the groups of a step → advantages, in the same order.
-
-    Args:
-        groups: at least two scores each, not all of them equal.
-        scale: what differences from the group's mean are divided by: `group` (its standard
-            deviation), `batch` (that of all scores of the step) or `none`.
-    """
-    batch = [score for group in groups for score in group]
-    result = []
-    for group in groups:
-        mean = fmean(group)
-        divisor = 1.0
-        if scale == "group":
-            divisor = stdev(group) + 1e-4
-        elif scale == "batch":
-            divisor = stdev(batch) + 1e-4
-        result.append([(score - mean) / divisor for score in group])
-    return result
 
 
 class Stopped(Exception):

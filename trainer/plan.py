@@ -1,31 +1,57 @@
-"""Claimed groups → what a step trains on, and what becomes of every trajectory and answer."""
+"""Claimed groups → what a step trains on, and what becomes of every trajectory and answer.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, pstdev
+Who is compared with whom. Members that wait for the first time are compared with each other. One
+whose reward came or changed after it was decided about is compared with the members that were
+decided about before, and trained on once more, with what its advantage has changed by: the new one
+less what the policy's weights have been taught already. The others keep theirs: what they were
+compared with did not know the new reward, but a baseline may be anything that does not depend on
+the episode itself. Only where all of them had been equal, or too few, is there now something to
+learn from all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from gateway.store.claims import ClaimedGroup, TrainablePolicy
 from gateway.store.policy_settings import PolicySettings
-from gateway.store.records import StoredTrajectory
 from gateway.store.training import Outcome, Use
-from trainer import scores
-from trainer.grpo import advantages, equal_scores
-from trainer.samples import ChoiceKey, CutTrajectory, Sample, cut, samples_of
+from trainer import metrics, scores
+from trainer.credit import (
+    EQUAL,
+    SEEN_BEFORE,
+    Credit,
+    Returns,
+    advantages,
+    against_running,
+    equal_scores,
+)
+from trainer.episodes import Episode, episodes
+from trainer.samples import STALE, ChoiceKey, CutTrajectory, Sample, cut, samples_of
 
 NO_REWARD = "no_reward"
 EQUAL_REWARDS = "equal_rewards"
 TOO_FEW = "too_few"
 
+_Credits = Mapping[ChoiceKey | None, Credit]
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A trajectory of a group: cut, and scored."""
+    """An episode of a group: cut, and scored."""
 
-    trajectory: StoredTrajectory
+    episode: Episode
     cut: CutTrajectory
     scores: scores.TrajectoryScores
-    compared: dict[ChoiceKey | None, float]
+    compared: dict[ChoiceKey | None, Returns]
     """What it brings into the comparison; empty if nothing of it can be trained on."""
+    learn: bool = True
+    """Whether it is trained on; else the others are only compared with it."""
+
+    @property
+    def score(self) -> float | None:
+        """Mean of what it brings."""
+        firsts = [value[0] for value in self.compared.values() if value[0] is not None]
+        return sum(firsts) / len(firsts) if firsts else None
 
 
 @dataclass(slots=True)
@@ -36,17 +62,25 @@ class PlannedGroup:
     """
 
     claimed: ClaimedGroup
-    compared: list[Member] = field(default_factory=list)
+    compared: list[list[Member]] = field(default_factory=list)
+    """Members that are compared with each other."""
     samples: list[Sample] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
+    single: bool = False
+    """Seen once, and compared with the running baseline."""
     reason: str | None = None
     """Why it teaches nothing; None if it does."""
 
     @property
+    def members(self) -> list[Member]:
+        """All that is trained on, or would be if it taught anything."""
+        return [member for arena in self.compared for member in arena if member.learn]
+
+    @property
     def scores(self) -> list[float]:
-        """All that is compared with each other."""
-        return [score for member in self.compared for score in member.compared.values()]
+        """All scores that are compared with each other."""
+        return _scores(self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +89,7 @@ class Plan:
 
     groups: list[PlannedGroup]
     head: int
+    settings: PolicySettings
 
     @property
     def teaching(self) -> list[PlannedGroup]:
@@ -66,19 +101,21 @@ class Plan:
         """All samples of the step, group by group."""
         return [sample for group in self.groups for sample in group.samples]
 
-    def metrics(self) -> dict[str, float]:
+    @property
+    def enough(self) -> bool:
+        """Whether these are the groups of a whole step; singles count as shares of one."""
+        share = 1 / self.settings.group_size
+        counted = sum(share if group.single else 1 for group in self.groups)
+        return counted >= self.settings.groups_per_step - 1e-9
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a group among these gets no more rewards, so that waiting brings nothing."""
+        return any(group.claimed.final and not group.single for group in self.teaching)
+
+    def metrics(self) -> dict[str, object]:
         """Numbers about the data of the step."""
-        rewards = [score for group in self.groups for score in group.scores]
-        spans = [span for sample in self.samples for span in sample.spans]
-        return {
-            "groups": len(self.teaching),
-            "groups_equal": sum(group.reason == EQUAL_REWARDS for group in self.groups),
-            "samples": len(self.samples),
-            "reward_mean": fmean(rewards),
-            "reward_std": pstdev(rewards),
-            "advantage_std": pstdev([span.advantage for span in spans]),
-            "staleness_mean": fmean([abs(self.head - span.version) for span in spans]),
-        }
+        return metrics.of_data(self)
 
 
 def make_plan(
@@ -90,95 +127,252 @@ def make_plan(
         policy: the policy at its head.
         groups: claimed for it.
         settings: the policy's.
-        scale: `scale_rewards`, see `trainer.grpo.advantages`.
+        scale: `scale_rewards`, see `trainer.credit`.
     """
-    planned = [_compare(policy, group, settings) for group in groups]
-    teaching = [group for group in planned if group.reason is None]
-    if teaching:
-        values = advantages([group.scores for group in teaching], scale)
-        for group, advantage in zip(teaching, values, strict=True):
-            _teach(group, advantage)
-    return Plan(planned, policy.head)
+    planned = [_Grouping(policy, group, settings, scale) for group in groups]
+    arenas = [arena for grouping in planned for arena in grouping.teaching]
+    together = [arena for arena in arenas if arena.single is None]
+    if together:
+        leave_one_out = settings.baseline == "leave_one_out"
+        found = advantages([arena.returns for arena in together], scale, leave_one_out)
+        for arena, credits in zip(together, found, strict=True):
+            arena.credits = credits
+    for grouping in planned:
+        grouping.teach()
+    return Plan([grouping.group for grouping in planned], policy.head, settings)
 
 
-def _compare(
-    policy: TrainablePolicy, claimed: ClaimedGroup, settings: PolicySettings
-) -> PlannedGroup:
-    group = PlannedGroup(claimed)
-    for trajectory in claimed.trajectories:
-        pieces = cut(trajectory, policy.name, policy.head, settings)
-        scored = scores.score(trajectory, settings.reward_weights)
-        member = Member(trajectory, pieces, scored, scores.compared(pieces, scored))
-        if not scored:
-            if claimed.final:
-                _leave_out(group, member, NO_REWARD)
-        elif not member.compared:
-            _leave_out(group, member, pieces.reason or NO_REWARD)
-        else:
-            group.compared.append(member)
-    found = group.scores
-    if len(found) < 2:
-        group.reason = TOO_FEW
-        if claimed.final:
-            _leave_out_compared(group, TOO_FEW)
-    elif equal_scores(found):
-        group.reason = EQUAL_REWARDS
-        _leave_out_compared(group, EQUAL_REWARDS)
-    return group
+@dataclass(slots=True)
+class _Arena:
+    """Members that are compared with each other, and what came of it."""
+
+    members: list[Member]
+    single: Callable[[Returns], Credit] | None = None
+    """What compares the only member with the running baseline."""
+    credits: list[Credit] = field(default_factory=list)
+
+    @property
+    def returns(self) -> list[Returns]:
+        return [value for member in self.members for value in member.compared.values()]
 
 
-def _leave_out_compared(group: PlannedGroup, reason: str) -> None:
-    for member in group.compared:
-        _leave_out(group, member, reason)
+class _Grouping:
+    """One claimed group on its way to be planned."""
 
+    def __init__(
+        self, policy: TrainablePolicy, claimed: ClaimedGroup, settings: PolicySettings, scale: str
+    ):
+        self._policy = policy
+        self._settings = settings
+        self._scale = scale
+        self.claimed = claimed
+        self.group = PlannedGroup(claimed)
+        self.teaching: list[_Arena] = []
+        waiting = [self._member(e) for e in episodes(claimed.trajectories, claimed.relatives)]
+        fresh = self._scored([m for m in waiting if not m.episode.revised])
+        revised = self._scored([m for m in waiting if m.episode.revised])
+        peers = self._peers()
+        if fresh and len(_scores(fresh)) < 2 and claimed.final and (revised or peers):
+            revised, fresh = [*fresh, *revised], []
+        reasons = []
+        if fresh:
+            reasons.append(self._compare(fresh, claimed.final))
+        if revised:
+            reasons.append(self._compare([*revised, *peers], final=True))
+        if None not in reasons:
+            self.group.reason = reasons[0] if reasons else TOO_FEW
 
-def _leave_out(group: PlannedGroup, member: Member, reason: str) -> None:
-    trajectory = member.trajectory
-    group.outcomes.append(Outcome(trajectory.id, reason))
-    for left in member.cut.left_out:
-        group.uses.append(_use(trajectory, left.key, member.scores.whole, None, 0, left.reason))
-    rewards = scores.per_turn(member.cut, member.scores, member.compared)
-    for turn in member.cut.turns:
-        reward = rewards.get(turn.key, member.scores.whole)
-        group.uses.append(_use(trajectory, turn.key, reward, None, 0, reason))
+    def _member(self, episode: Episode, learn: bool = True) -> Member:
+        settings = self._settings
+        pieces = cut(episode.trajectory, self._policy.name, self._policy.head, settings)
+        scored = scores.score(episode.scored_by, settings.reward_weights)
+        found = scores.compared(pieces, scored, settings.turn_discount)
+        return Member(episode, pieces, scored, found, learn)
 
+    def _scored(self, members: Sequence[Member]) -> list[Member]:
+        """Those that can be compared; of the others is said why, as far as it is certain."""
+        found = []
+        for member in members:
+            if not member.scores:
+                if self.claimed.final or member.episode.revised:
+                    self._leave_out(member, NO_REWARD)
+            elif not member.compared:
+                self._leave_out(member, member.cut.reason or NO_REWARD)
+            else:
+                found.append(member)
+        return found
 
-def _teach(group: PlannedGroup, advantage: Sequence[float]) -> None:
-    values = iter(advantage)
-    for member in group.compared:
-        trajectory = member.trajectory
-        own = {key: next(values) for key in member.compared}
-        by_turn = scores.per_turn(member.cut, member.scores, own)
-        rewards = scores.per_turn(member.cut, member.scores, member.compared)
-        group.samples.extend(samples_of(trajectory, member.cut.turns, by_turn))
-        group.outcomes.append(Outcome(trajectory.id, None))
-        for left in member.cut.left_out:
-            group.uses.append(_use(trajectory, left.key, member.scores.whole, None, 0, left.reason))
+    def _peers(self) -> list[Member]:
+        """Earlier members of the group that the present ones can be compared with."""
+        found = []
+        for episode in episodes(self.claimed.relatives.peers, self.claimed.relatives):
+            # They taught nothing for the want of something to compare them with.
+            again = episode.trajectory.state == "skipped"
+            member = self._member(episode, again)
+            if not member.compared and member.scores.whole is not None:
+                # Too old to be trained on is not too old to be compared with.
+                member = replace(member, compared={None: (member.scores.whole,)}, learn=False)
+            if member.compared:
+                found.append(member)
+        return found
+
+    def _compare(self, members: list[Member], final: bool) -> str | None:
+        """Put members beside each other; returns why there is nothing to learn from that."""
+        self.group.compared.append(members)
+        arena = _Arena(members)
+        running = self.claimed.relatives.running
+        if len(arena.returns) < 2:
+            if not final:
+                return TOO_FEW
+            if not self._settings.singles or running.count < SEEN_BEFORE:
+                return self._leave_all_out(members, TOO_FEW)
+            task = self.claimed.relatives.running_task
+            arena.single = lambda value: against_running(value, running, task, self._scale)
+            arena.credits = [arena.single(arena.returns[0])]
+            self.group.single = True
+        elif equal_scores(arena.returns) and not any(self._taught(member) for member in members):
+            return self._leave_all_out(members, EQUAL_REWARDS)
+        self.teaching.append(arena)
+        return None
+
+    def _taught(self, member: Member) -> bool:
+        taught = member.episode.taught
+        keys = ((turn.key.completion_id, turn.key.choice) for turn in member.cut.turns)
+        return member.learn and any(abs(taught.get(key, 0.0)) > EQUAL for key in keys)
+
+    def _leave_all_out(self, members: Sequence[Member], reason: str) -> str:
+        for member in members:
+            # Of one that was left out before, nothing has changed.
+            if member.learn and member.episode.trajectory.state == "open":
+                self._leave_out(member, reason)
+        return reason
+
+    def teach(self) -> None:
+        """Turn credits into samples, once those of all groups are known."""
+        taught = False
+        for arena in self.teaching:
+            credits = iter(arena.credits)
+            for member in arena.members:
+                own = {key: next(credits) for key in member.compared}
+                if member.learn:
+                    taught |= self._teach(member, own)
+        if self.teaching and not taught:
+            self.group.reason = EQUAL_REWARDS
+
+    def _teach(self, member: Member, credits: _Credits) -> bool:
+        by_turn = _spread(member, {key: c.advantages for key, c in credits.items()})
+        for key in by_turn:
+            by_turn[key] -= member.episode.taught.get((key.completion_id, key.choice), 0.0)
+        # Beside others of its group an advantage of 0 says something; here it is no news.
+        alone = member.episode.revised or self.group.single
+        if alone and all(abs(value) <= EQUAL for value in by_turn.values()):
+            self._leave_out(member, EQUAL_REWARDS)
+            return False
+        baselines = _spread(member, {key: c.baselines for key, c in credits.items()})
+        worth = _spread(member, member.compared)
+        self.group.samples.extend(samples_of(member.episode.trajectory, member.cut.turns, by_turn))
         for turn in member.cut.turns:
             if turn.key in by_turn:
-                worth, reason, tokens = by_turn[turn.key], None, turn.tokens
-                reward = rewards[turn.key]
-                use = _use(trajectory, turn.key, reward, worth, tokens, reason)
+                self._use(
+                    member,
+                    turn.key,
+                    None,
+                    reward=worth[turn.key],
+                    advantage=by_turn[turn.key],
+                    baseline=baselines[turn.key],
+                    tokens=turn.tokens,
+                )
             else:
-                use = _use(trajectory, turn.key, None, None, 0, NO_REWARD)
-            group.uses.append(use)
+                self._use(member, turn.key, NO_REWARD)
+        self._left_out_turns(member)
+        self._outcomes(member, None)
+        return True
+
+    def _leave_out(self, member: Member, reason: str) -> None:
+        worth = _spread(member, member.compared)
+        for turn in member.cut.turns:
+            reward = worth.get(turn.key, member.scores.whole)
+            self._use(member, turn.key, reason, reward=reward)
+        self._left_out_turns(member)
+        self._outcomes(member, reason)
+
+    def _left_out_turns(self, member: Member) -> None:
+        for left in member.cut.left_out:
+            self._use(member, left.key, left.reason, reward=member.scores.whole)
+
+    def _use(
+        self,
+        member: Member,
+        key: ChoiceKey,
+        reason: str | None,
+        *,
+        reward: float | None = None,
+        advantage: float | None = None,
+        baseline: float | None = None,
+        tokens: int = 0,
+    ) -> None:
+        owner = member.episode.owner[key.completion_id]
+        self.group.uses.append(
+            Use(
+                completion_id=key.completion_id,
+                choice=key.choice,
+                trajectory_id=owner.id,
+                group_id=self.claimed.id,
+                reward=reward,
+                advantage=advantage,
+                tokens=tokens,
+                reason=reason,
+                revision=owner.revision,
+                baseline=baseline,
+            )
+        )
+
+    def _outcomes(self, member: Member, reason: str | None) -> None:
+        trained = {turn.key.completion_id for turn in member.cut.turns}
+        why = {left.key.completion_id: left.reason for left in member.cut.left_out}
+        for index, part in enumerate(member.episode.parts):
+            own = [completion.id for completion in part.completions]
+            lost = [why[id] for id in own if id in why]
+            if reason is None and index and lost and not trained.intersection(own):
+                self.group.outcomes.append(Outcome(part.id, lost[-1], part.revision))
+                continue
+            first = index == 0 and part.settled_revision is None
+            self.group.outcomes.append(
+                Outcome(
+                    part.id,
+                    reason,
+                    part.revision,
+                    score=member.score if first else None,
+                    task=self.claimed.task if self._settings.singles else None,
+                )
+            )
 
 
-def _use(
-    trajectory: StoredTrajectory,
-    key: ChoiceKey,
-    reward: float | None,
-    advantage: float | None,
-    tokens: int,
-    reason: str | None,
-) -> Use:
-    return Use(
-        completion_id=key.completion_id,
-        choice=key.choice,
-        trajectory_id=trajectory.id,
-        group_id=trajectory.group_id,
-        reward=reward,
-        advantage=advantage,
-        tokens=tokens,
-        reason=reason,
-    )
+def _spread(member: Member, values: Mapping[ChoiceKey | None, Returns]) -> dict[ChoiceKey, float]:
+    return scores.per_turn(member.cut, member.scores, values)
+
+
+def _scores(members: Sequence[Member]) -> list[float]:
+    return [
+        value[0] for member in members for value in member.compared.values() if value[0] is not None
+    ]
+
+
+def drop_stale(plan: Plan, stale: Mapping[str, float]) -> None:
+    """Take trajectories out of a step, because too little of them is left to learn from.
+
+    Args:
+        plan: changed in place.
+        stale: ids of samples' trajectories, and the effective sample size of each.
+    """
+    for group in plan.groups:
+        gone = {part.id for m in group.members if m.episode.id in stale for part in m.episode.parts}
+        group.samples = [s for s in group.samples if s.trajectory_id not in stale]
+        for use in group.uses:
+            if use.trajectory_id in gone and use.reason is None:
+                use.reason, use.tokens, use.advantage = STALE, 0, None
+        for outcome in group.outcomes:
+            if outcome.trajectory_id in gone and outcome.reason is None:
+                outcome.reason = STALE
+        if group.reason is None and not group.samples:
+            group.reason = STALE

@@ -81,6 +81,9 @@ class CutTrajectory:
     turns: list[Turn]
     """In the order in which they were asked for."""
     left_out: list[LeftOut]
+    completions: list[str]
+    """All completions of the policy, in the order in which they were asked for; turn k of the
+    episode is the k-th of them."""
 
     @property
     def reason(self) -> str | None:
@@ -135,9 +138,11 @@ def cut(
     """
     turns: list[Turn] = []
     left_out: list[LeftOut] = []
+    completions: list[str] = []
     for completion in trajectory.completions:
         if completion.policy != policy:
             continue
+        completions.append(completion.id)
         for choice in completion.choices or [StoredChoice(0, None, None, None)]:
             key = ChoiceKey(completion.id, choice.index)
             reason = _reason(completion, choice, head, settings)
@@ -149,7 +154,7 @@ def cut(
         turn.parent = _parent(turn, turns[:index])
         if turn.parent is not None:
             turn.parent.children.append(turn)
-    return CutTrajectory(turns, left_out)
+    return CutTrajectory(turns, left_out, completions)
 
 
 def _reason(

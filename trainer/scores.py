@@ -1,13 +1,9 @@
-"""Posted rewards → one score for everything that is compared inside a group.
+"""Posted rewards → what everything that is compared inside a group was worth.
 
 The newest reward of a name counts, for each thing that rewards were posted against: the trajectory,
 a completion, one choice of a completion. Named components are summed with the policy's weights.
-What is compared is the episode:
-
-    score(trajectory) = its own rewards + the rewards of all of its completions
-
-and every sampled token of the episode gets the advantage of that score. (Credit for the single turn
-is not attempted here: a turn's reward raises or lowers its whole episode.)
+Rewards of the trajectory belong to the whole episode, those of a completion to its turn, see
+`trainer.credit`.
 
 A completion with several choices that were rewarded one by one is several episodes that share a
 beginning. Each of its choices is then compared on its own, with the score of the trajectory plus
@@ -16,10 +12,11 @@ their own are left out. A missing reward is missing, never 0: with no reward the
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from gateway.store.records import StoredReward, StoredTrajectory
+from trainer.credit import Returns, returns
 from trainer.samples import ChoiceKey, CutTrajectory, Turn
 
 
@@ -27,10 +24,21 @@ from trainer.samples import ChoiceKey, CutTrajectory, Turn
 class TrajectoryScores:
     """What a trajectory brings to the comparison inside its group."""
 
-    whole: float | None
-    """Score of the episode as one; None where nothing rewarded it."""
+    episode: float | None
+    """Sum of the rewards of the trajectory itself; None where there are none."""
+    turns: dict[str, float]
+    """Of each rewarded completion the sum of its rewards."""
     choices: dict[ChoiceKey, float]
     """Scores of choices that were rewarded one by one; if there are any, they are compared."""
+    components: dict[str, float] = field(default_factory=dict)
+    """The rewards by name, unweighted, each summed over all that it was posted against."""
+
+    @property
+    def whole(self) -> float | None:
+        """Score of the episode as one; None where nothing rewarded it."""
+        if self.episode is None and not self.turns:
+            return None
+        return (self.episode or 0.0) + sum(self.turns.values())
 
     def __bool__(self) -> bool:
         return self.whole is not None or bool(self.choices)
@@ -42,16 +50,22 @@ _Target = tuple[str | None, int | None]
 def score(trajectory: StoredTrajectory, weights: Mapping[str, float]) -> TrajectoryScores:
     """The scores of one trajectory; weights not given are 1."""
     sums: dict[_Target, float] = {}
+    components: dict[str, float] = {}
     for (target, name), value in _newest(trajectory).items():
         sums[target] = sums.get(target, 0.0) + weights.get(name, 1.0) * value
-    shared = [value for (_, choice), value in sums.items() if choice is None]
-    whole = sum(shared) if shared else None
+        components[name] = components.get(name, 0.0) + value
+    turns = {
+        completion: value
+        for (completion, choice), value in sums.items()
+        if completion is not None and choice is None
+    }
+    shared = TrajectoryScores(sums.get((None, None)), turns, {})
     choices = {
-        ChoiceKey(completion, choice): (whole or 0.0) + value
+        ChoiceKey(completion, choice): (shared.whole or 0.0) + value
         for (completion, choice), value in sums.items()
         if completion is not None and choice is not None
     }
-    return TrajectoryScores(whole, choices)
+    return TrajectoryScores(shared.episode, turns, choices, components)
 
 
 def _newest(trajectory: StoredTrajectory) -> dict[tuple[_Target, str], float]:
@@ -70,36 +84,48 @@ def _target(reward: StoredReward, answers: Mapping[str, int]) -> _Target:
     return reward.completion_id, None if only else reward.choice
 
 
-def compared(cut: CutTrajectory, scores: TrajectoryScores) -> dict[ChoiceKey | None, float]:
-    """The scores that a trajectory brings into its group's mean: of what can be trained on.
+def compared(
+    cut: CutTrajectory, scores: TrajectoryScores, discount: float
+) -> dict[ChoiceKey | None, Returns]:
+    """The returns that a trajectory brings into its group: of what can be trained on.
 
     The key is None for the trajectory as a whole.
     """
     if scores.choices:
         trainable = {turn.key for turn in cut.turns}
-        return {key: value for key, value in scores.choices.items() if key in trainable}
+        return {key: (value,) for key, value in scores.choices.items() if key in trainable}
     if scores.whole is None or not cut.turns:
         return {}
-    return {None: scores.whole}
+    own = [scores.turns.get(completion) for completion in cut.completions]
+    episode = scores.episode
+    elsewhere = set(scores.turns) - set(cut.completions)
+    if elsewhere:
+        # Other models' turns have no place among the policy's: their rewards are the episode's.
+        episode = (episode or 0.0) + sum(scores.turns[completion] for completion in elsewhere)
+    return {None: returns(episode, own, discount)}
 
 
 def per_turn(
-    cut: CutTrajectory, scores: TrajectoryScores, values: Mapping[ChoiceKey | None, float]
+    cut: CutTrajectory, scores: TrajectoryScores, values: Mapping[ChoiceKey | None, Returns]
 ) -> dict[ChoiceKey, float]:
-    """Spread values (scores, or advantages) of what was compared over the turns.
+    """Spread values by turn (returns, advantages) of what was compared over the turns.
 
-    Turns that are missing from the result were choices without a reward among rewarded ones.
+    Turns that are missing from the result were not rewarded, and nothing after them was; or they
+    were choices without a reward among rewarded ones.
     """
     if None in values:
-        return {turn.key: values[None] for turn in cut.turns}
+        place = {completion: index for index, completion in enumerate(cut.completions)}
+        by_turn = {turn.key: values[None][place[turn.key.completion_id]] for turn in cut.turns}
+        return {key: value for key, value in by_turn.items() if value is not None}
     split = {key.completion_id for key in scores.choices}
-    own = {key: value for key, value in values.items() if key is not None}
+    own = {key: value[0] for key, value in values.items() if key is not None}
+    single = {key: value for key, value in own.items() if value is not None}
     spread = {}
     for turn in cut.turns:
-        value = _inherited(turn, own, split)
-        if value is None and turn.key.completion_id not in split and own:
-            below = [own[t.key] for t in _below(turn) if t.key in own]
-            value = fmean(below or own.values())
+        value = _inherited(turn, single, split)
+        if value is None and turn.key.completion_id not in split and single:
+            below = [single[t.key] for t in _below(turn) if t.key in single]
+            value = fmean(below or single.values())
         if value is not None:
             spread[turn.key] = value
     return spread

@@ -158,11 +158,11 @@ class Worker:
     ) -> Visit:
         plan = make_plan(policy, groups, settings, scale_rewards(settings))
         # A group that gets no more rewards does not wait for others to become ready.
-        enough = len(groups) >= settings.groups_per_step
-        if not enough and not any(group.claimed.final for group in plan.teaching):
-            hopeless = [g for g in plan.groups if g.claimed.final]
+        if not plan.enough and not plan.urgent:
+            done = [g.claimed.final and g.reason is not None for g in plan.groups]
+            hopeless = [g for g, over in zip(plan.groups, done, strict=True) if over]
             self._skip(policy, hopeless)
-            rest = [g.claimed for g in plan.groups if not g.claimed.final]
+            rest = [g.claimed for g, over in zip(plan.groups, done, strict=True) if not over]
             claims.release_groups(self._database, rest, self.name)
             return Visit.SKIPPED if hopeless else Visit.NOTHING
         if not plan.teaching:

@@ -1,8 +1,21 @@
-"""Running baselines: what a policy's rewards have been, and those of its tasks."""
+"""Running baselines: what a policy's rewards have been, and those of its tasks.
 
+They are what a task that is seen once is compared with. Each is an exponentially weighted mean and
+variance, so that it follows a policy that gets better.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, select
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
 from gateway.store.models import Base
+
+FADE = 0.02
+"""Weight of the newest reward, once there are enough: about the last fifty count."""
 
 
 class Baseline(Base):
@@ -19,3 +32,69 @@ class Baseline(Base):
     count: Mapped[int]
     """Rewards that went into it; old ones fade."""
     updated_at: Mapped[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A running baseline as it stands: mean and variance of rewards, and how many there were."""
+
+    mean: float
+    variance: float
+    count: int
+
+    def after(self, reward: float) -> "Running":
+        """What it becomes with one more reward: a plain average first, then one that fades."""
+        share = max(1 / (self.count + 1), FADE)
+        apart = reward - self.mean
+        return Running(
+            self.mean + share * apart,
+            (1 - share) * (self.variance + share * apart * apart),
+            self.count + 1,
+        )
+
+
+NOTHING = Running(0.0, 0.0, 0)
+
+
+def read(connection: Connection, project: str, policy: str, task: str) -> Running:
+    """A baseline of a policy; of the policy as a whole where `task` is empty."""
+    query = select(Baseline.mean, Baseline.variance, Baseline.count).where(
+        Baseline.project == project, Baseline.policy == policy, Baseline.task == task
+    )
+    row = connection.execute(query).one_or_none()
+    return Running(*row) if row is not None else NOTHING
+
+
+def learn(
+    connection: Connection,
+    project: str,
+    policy: str,
+    scores: Sequence[tuple[str | None, float]],
+    now: float,
+) -> None:
+    """Let rewards of tasks into the baselines of their tasks and of the policy.
+
+    Args:
+        scores: task, or None where a reward is the policy's alone, and reward.
+    """
+    by_task: dict[str, list[float]] = {}
+    for task, score in scores:
+        by_task.setdefault("", []).append(score)
+        if task:
+            by_task.setdefault(task, []).append(score)
+    insert: Any = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    for task in sorted(by_task):
+        running = read(connection, project, policy, task)
+        for score in by_task[task]:
+            running = running.after(score)
+        values = {
+            "mean": running.mean,
+            "variance": running.variance,
+            "count": running.count,
+            "updated_at": now,
+        }
+        connection.execute(
+            insert(Baseline)
+            .values(project=project, policy=policy, task=task, **values)
+            .on_conflict_do_update(index_elements=["project", "policy", "task"], set_=values)
+        )

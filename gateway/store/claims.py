@@ -5,15 +5,16 @@ Every function runs in a transaction of its own, but for those that take a conne
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, case, func, or_, select, update
 
-from gateway.store import queries
+from gateway.store import queries, relatives
 from gateway.store.database import Database
 from gateway.store.models import Group, Policy, Trajectory, Version
 from gateway.store.records import Json, StoredTrajectory
+from gateway.store.relatives import Relatives, has_reward, stands_alone
 
 
 @dataclass(slots=True)
@@ -48,6 +49,8 @@ class ClaimedGroup:
     final: bool
     """Closed, or past its deadline: members that still have no reward are left out for good."""
     trajectories: list[StoredTrajectory]
+    task: str | None = None
+    relatives: Relatives = field(default_factory=Relatives)
 
 
 def trainable_policies(database: Database) -> list[TrainablePolicy]:
@@ -106,12 +109,13 @@ def claim_groups(
 
     A group is ready when `group_size` of its waiting trajectories have a reward, when it was
     closed, or when the first of them has waited `deadline_seconds`; and when nothing was added to
-    it for `settle_seconds`, so that no episode is taken in its middle. Held groups come back to
-    everybody when their lease runs out.
+    it for `settle_seconds`, so that no episode is taken in its middle; or when rewards of members
+    that were decided about before have changed. Held groups come back to everybody when their lease
+    runs out.
     """
     now = time.time()
     waiting = func.count()
-    rewarded = func.sum(case((Trajectory.rewarded, 1), else_=0))
+    rewarded = func.sum(case((has_reward, 1), else_=0))
     ready = (
         select(Group.id)
         .join(
@@ -126,6 +130,8 @@ def claim_groups(
             or_(Group.lease_owner.is_(None), Group.lease_expires < now),
             Trajectory.state == "open",
             Trajectory.split == "train",
+            Trajectory.settled_revision.is_(None),
+            stands_alone,
         )
         .group_by(Group.id, Group.closed_at)
         .having(
@@ -142,8 +148,18 @@ def claim_groups(
     )
     with database.write() as connection:
         ids = list(connection.execute(ready).scalars())
+        fresh = set(ids)
+        revised = relatives.revised_groups(
+            connection,
+            policy.project,
+            policy.name,
+            settled_before=now - settle_seconds,
+            limit=limit,
+        )
+        ids = [*ids, *(id for id in revised if id not in fresh)][:limit]
         taken = [id for id in ids if _lease(connection, policy, id, worker, now, lease_seconds)]
-    return [_claimed(database, policy, id, now - deadline_seconds) for id in taken]
+    found = [_claimed(database, policy, id, id in fresh, now - deadline_seconds) for id in taken]
+    return [group for group in found if group.trajectories]
 
 
 def _lease(
@@ -169,34 +185,55 @@ def _lease(
 
 
 def _claimed(
-    database: Database, policy: TrainablePolicy, group_id: str, expired_before: float
+    database: Database,
+    policy: TrainablePolicy,
+    group_id: str,
+    fresh: bool,
+    expired_before: float,
 ) -> ClaimedGroup:
     with database.read() as connection:
-        closed_at = connection.execute(
-            select(Group.closed_at).where(
+        closed_at, task = connection.execute(
+            select(Group.closed_at, Group.task).where(
                 Group.project == policy.project,
                 Group.policy == policy.name,
                 Group.id == group_id,
             )
-        ).scalar_one()
-        ids = list(
-            connection.execute(
-                select(Trajectory.id).where(
-                    Trajectory.project == policy.project,
-                    Trajectory.policy == policy.name,
-                    Trajectory.group_id == group_id,
-                    Trajectory.state == "open",
-                    Trajectory.split == "train",
-                )
-            ).scalars()
+        ).one()
+        members = select(Trajectory.id).where(
+            Trajectory.project == policy.project,
+            Trajectory.policy == policy.name,
+            Trajectory.group_id == group_id,
+            Trajectory.state == "open",
+            Trajectory.split == "train",
+            stands_alone,
         )
+        if not fresh:
+            # Only what was decided about before: the others are not enough yet.
+            members = members.where(Trajectory.settled_revision.is_not(None))
+        ids = list(connection.execute(members).scalars())
         found = queries.trajectories(connection, policy.project, ids)
+        # A correction to a closed group does not hurry: it may wait for other groups.
+        final = (fresh and closed_at is not None) or any(
+            (t.created_at if t.settled_revision is None else t.updated_at) <= expired_before
+            for t in found
+        )
+        late = final or any(t.settled_revision is not None for t in found)
         return ClaimedGroup(
             project=policy.project,
             policy=policy.name,
             id=group_id,
-            final=closed_at is not None or any(t.created_at <= expired_before for t in found),
+            final=final,
             trajectories=found,
+            task=task,
+            relatives=relatives.find(
+                connection,
+                policy.project,
+                policy.name,
+                policy.head,
+                found,
+                task=task,
+                with_peers=late and bool(found),
+            ),
         )
 
 

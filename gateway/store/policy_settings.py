@@ -59,6 +59,22 @@ class PolicySettings(BaseModel):
     max_staleness: int = Field(default=8, ge=0)
     """Versions that may lie between the one that sampled and the one being trained."""
 
+    min_effective_sample: float = Field(default=0.1, ge=0, le=1)
+    """Smallest share of a trajectory's tokens that must be left after weighing them by what the
+    version being trained makes of them (effective sample size / tokens); looked at where more than
+    one version lies between. Below it the trajectory is `stale`."""
+
+    turn_discount: float = Field(default=1.0, ge=0, le=1)
+    """What a completion's reward loses with each turn that lies between it and an earlier one; at
+    0 it is its own turn's alone. Rewards of a trajectory are all turns', undiscounted."""
+
+    baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
+    """What a member of a group is compared with: the mean of all, or of all others."""
+
+    singles: bool = False
+    """Train on tasks that were seen once too, against a running baseline of the policy's rewards
+    and, where there is one, of the task's."""
+
     max_tokens: int = Field(default=32768, ge=1)
     """Longest sample, in tokens, that is trained on."""
 

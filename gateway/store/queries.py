@@ -209,6 +209,8 @@ def trajectories(
             updated_at=row["updated_at"],
             completions=completions.get(row["id"], []),
             rewards=rewards.get(row["id"], []),
+            revision=row["revision"],
+            settled_revision=row["settled_revision"],
         )
         for row in rows
     ]

@@ -157,3 +157,7 @@ class StoredTrajectory:
     updated_at: float
     completions: list[StoredCompletion]
     rewards: list[StoredReward]
+    revision: int = 0
+    """How often its rewards changed."""
+    settled_revision: int | None = None
+    """The revision that the trainer decided about last; None if it never did."""

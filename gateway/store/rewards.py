@@ -15,7 +15,6 @@ from sqlalchemy import (
     literal,
     or_,
     select,
-    update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import ARRAY
@@ -25,6 +24,7 @@ from gateway.store.ids import new_id
 from gateway.store.models import Choice, Completion, Reward, Trajectory
 from gateway.store.queries import reward_of
 from gateway.store.records import StoredReward
+from gateway.store.revisions import is_news, reward_changed
 
 
 @dataclass(slots=True)
@@ -137,7 +137,11 @@ def _post(
         earlier = _earlier(connection, project, reward)
         assert earlier is not None
         return _repeat(earlier, index, reward, digest), False
-    _wake(connection, project, trajectory_id, time.time())
+    target = (reward.completion_id, reward.choice)
+    if is_news(
+        connection, project, trajectory_id, target, reward.name, reward.reward, stored["row"]
+    ):
+        reward_changed(connection, project, trajectory_id, time.time())
     return reward_of(stored), True
 
 
@@ -199,14 +203,3 @@ def known_targets(connection: Connection, lists: Sequence[RewardList]) -> list[b
         all((p, c) in known_completions or (p, t) in known_trajectories for p, c, t in of_list)
         for of_list in targets
     ]
-
-
-def _wake(connection: Connection, project: str, trajectory_id: str, now: float) -> None:
-    where = (Trajectory.project == project, Trajectory.id == trajectory_id)
-    connection.execute(update(Trajectory).where(*where).values(rewarded=True, updated_at=now))
-    # One that was passed over for the want of a reward waits for training again.
-    connection.execute(
-        update(Trajectory)
-        .where(*where, Trajectory.state == "skipped", Trajectory.reason == "no_reward")
-        .values(state="open", reason=None)
-    )

@@ -13,8 +13,9 @@ from sqlalchemy import Connection, func, insert, select, update
 from gateway.store import outbox
 from gateway.store.claims import ClaimedGroup, TrainablePolicy, held_by, release
 from gateway.store.database import Database
-from gateway.store.models import CompletionUse, Event, Group, Policy, Step, Trajectory, Version
+from gateway.store.models import CompletionUse, Event, Group, Policy, Step, Version
 from gateway.store.records import Json
+from gateway.store.revisions import settle
 
 
 class Superseded(Exception):
@@ -33,6 +34,12 @@ class Use:
     advantage: float | None
     tokens: int
     reason: str | None
+    revision: int = 0
+    """Of the trajectory's rewards."""
+    baseline: float | None = None
+    """What the reward was compared with."""
+    ratio: float | None = None
+    """Mean importance weight of its tokens."""
 
 
 @dataclass(slots=True)
@@ -41,6 +48,12 @@ class Outcome:
 
     trajectory_id: str
     reason: str | None
+    revision: int | None = None
+    """Of its rewards as they were read; if they have changed since, it waits again."""
+    score: float | None = None
+    """What the running baselines learn from it; None where they have learned from it before."""
+    task: str | None = None
+    """Whose running baseline learns too; None for the policy's alone."""
 
 
 def skip_groups(
@@ -52,7 +65,8 @@ def skip_groups(
 ) -> None:
     """Record that claimed groups had nothing to teach, each trajectory with its reason."""
     with database.write() as connection:
-        _settle(connection, groups[0].project, None, outcomes, uses)
+        first = groups[0]
+        _settle(connection, first.project, first.policy, None, outcomes, uses)
         release(connection, groups, worker)
 
 
@@ -160,7 +174,7 @@ def finish_step(
                 .where(Step.id == step_id)
                 .values(state="done", version=number, metrics=metrics, finished_at=now)
             )
-            _settle(connection, policy.project, step_id, outcomes, uses)
+            _settle(connection, policy.project, policy.name, step_id, outcomes, uses)
             release(connection, groups, worker)
     except Superseded as lost:
         fail_step(database, policy, step_id, worker, groups, str(lost), "superseded")
@@ -226,21 +240,12 @@ def fail_step(
 def _settle(
     connection: Connection,
     project: str,
+    policy: str,
     step_id: int | None,
     outcomes: Sequence[Outcome],
     uses: Sequence[Use],
 ) -> None:
-    for outcome in outcomes:
-        used = outcome.reason is None
-        connection.execute(
-            update(Trajectory)
-            .where(Trajectory.project == project, Trajectory.id == outcome.trajectory_id)
-            .values(
-                state="used" if used else "skipped",
-                reason=outcome.reason,
-                step_id=step_id if used else None,
-            )
-        )
+    settle(connection, project, policy, step_id, outcomes)
     if uses:
         ids = [use.completion_id for use in uses]
         outbox.add_where_traced(connection, project, ids, time.time())
@@ -257,6 +262,9 @@ def _settle(
                     "advantage": use.advantage,
                     "tokens": use.tokens,
                     "reason": use.reason,
+                    "revision": use.revision,
+                    "baseline": use.baseline,
+                    "ratio": use.ratio,
                 }
                 for use in uses
             ],

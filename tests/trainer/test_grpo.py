@@ -9,7 +9,7 @@ import torch
 from gateway.store.policy_settings import Lora, PolicySettings
 from tests.trainer import tiny
 from trainer.arguments import TrainingSettingsError, check, grpo_config, scale_rewards
-from trainer.grpo import StepTrainer, _no_reward, _no_tokens, _nothing, advantages, equal_scores
+from trainer.grpo import StepTrainer, _no_reward, _no_tokens, _nothing
 from trainer.logprobs import choose_way
 from trainer.model import lora_config
 from trainer.packing import pack
@@ -40,28 +40,6 @@ def flat_group():
         ).tolist()
         samples.append(made)
     return samples
-
-
-def test_advantages_are_relative_to_the_group():
-    (values,) = advantages([[1.0, 0.0, 0.5, 0.5]], "none")
-    assert values == [0.5, -0.5, 0.0, 0.0]
-
-
-def test_advantages_are_divided_by_the_groups_standard_deviation_as_in_trl():
-    scores = [1.0, 0.0, 0.2, 0.9]
-    (values,) = advantages([scores], "group")
-    tensor = torch.tensor(scores)
-    assert values == pytest.approx(((tensor - tensor.mean()) / (tensor.std() + 1e-4)).tolist())
-
-
-def test_advantages_can_be_divided_by_the_steps_standard_deviation():
-    first, second = advantages([[0.0, 1.0], [0.0, 0.1]], "batch")
-    assert first[1] == pytest.approx(10 * second[1])
-
-
-def test_scores_that_differ_by_rounding_only_are_equal():
-    assert equal_scores([0.1 + 0.2, 0.3])
-    assert not equal_scores([0.3, 0.30001])
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,16 @@ class Log:
                 adapter_path=None,
             )
 
-    def add(self, group: str, trajectory: str, turns: Sequence[Turn], **reward: float) -> list[str]:
+    def add(
+        self,
+        group: str,
+        trajectory: str,
+        turns: Sequence[Turn],
+        *,
+        parent: str | None = None,
+        task: str | None = None,
+        **reward: float,
+    ) -> list[str]:
         """Log an episode; keyword arguments are rewards of the trajectory, by their names."""
         names = []
         now = time.time()
@@ -192,7 +201,9 @@ class Log:
                 CapturedCompletion(
                     id=names[-1],
                     project="default",
-                    trajectory=TrajectoryRef(trajectory, group, "path"),
+                    trajectory=TrajectoryRef(
+                        trajectory, group, "path", parent_id=parent, task=task
+                    ),
                     policy=turn.policy,
                     version=turn.version,
                     trained=True,
