@@ -13,11 +13,13 @@ from starlette.types import ASGIApp
 from gateway import __version__, errors, retention
 from gateway.api import (
     completions,
+    events,
     export,
     groups,
     health,
     life,
     messages,
+    metrics,
     models,
     policies,
     rewards,
@@ -36,6 +38,7 @@ from gateway.backends.wire import IDLE_SECONDS
 from gateway.capture.placement import Placements
 from gateway.capture.retries import Retries
 from gateway.dashboard import pages
+from gateway.events import EventHub
 from gateway.front import Strop
 from gateway.gateway import Gateway
 from gateway.guard import Guard
@@ -45,6 +48,9 @@ from gateway.store import Database
 from gateway.store.journal import Journal
 from gateway.store.writer import Writer
 from gateway.tracing.process import Tracing
+from gateway.telemetry import logs
+from gateway.telemetry.telemetry import Telemetry
+from gateway.webhooks import deliveries
 
 SURFACES: dict[str, tuple[ASGIApp, str]] = {
     "chat/completions": (ChatCompletions(), "OpenAI's chat completions"),
@@ -63,6 +69,7 @@ SURFACES: dict[str, tuple[ASGIApp, str]] = {
 def build(settings: Settings | None = None) -> FastAPI:
     """The gateway as an ASGI application; it starts its parts when it is started."""
     settings = settings or Settings()
+    telemetry = Telemetry(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -70,6 +77,7 @@ def build(settings: Settings | None = None) -> FastAPI:
             app.state.gateway = gateway
             app.state.authenticator = Authenticator(gateway.database, settings.admin_key)
             yield
+            await asyncio.to_thread(telemetry.close)
 
     app = Strop(
         title="strop",
@@ -78,6 +86,7 @@ def build(settings: Settings | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     errors.install(app)
+    app.state.telemetry, app.tell = telemetry, telemetry.tell
     # `Strop` calls the same for its hot path, which passes no middleware.
     app.add_middleware(Authentication)
     for path, (surface, _) in SURFACES.items():
@@ -96,6 +105,8 @@ def build(settings: Settings | None = None) -> FastAPI:
         life,
         steps,
         models,
+        events,
+        metrics,
         health,
         pages,
     ):
@@ -105,7 +116,9 @@ def build(settings: Settings | None = None) -> FastAPI:
 
 def serve() -> FastAPI:
     """What `uvicorn --factory gateway.app:serve` builds."""
-    return build()
+    settings = Settings()
+    logs.configure(settings.log_format, settings.log_level)
+    return build(settings)
 
 
 @asynccontextmanager
@@ -142,23 +155,30 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             keep_loaded=settings.keep_loaded,
             tolerance=settings.probe_tolerance,
         )
+        hub = EventHub(database, settings.publish_poll)
         gateway = Gateway(
-            settings, database, writer, pool, publisher, Placements(database), Retries()
+            settings, database, writer, pool, publisher, Placements(database), Retries(), hub
         )
         try:
             tracing.start()
             await _configure_policies(gateway)
             guard = Guard(database, writer, publisher, settings.guard_poll)
-            tasks = [asyncio.create_task(publisher.run()), asyncio.create_task(guard.run())]
+            gateway.deliveries = deliveries(settings.webhooks, database, hub, session)
+            parts = [part.run() for part in gateway.deliveries]
+            parts += [publisher.run(), guard.run(), hub.run()]
+            tasks = [asyncio.create_task(part) for part in parts]
             if settings.retention_days is not None:
                 deleting = retention.run(database, writer, settings.retention_days)
                 tasks.append(asyncio.create_task(deleting))
             try:
-                yield gateway
+                with hub.ending_with_the_process():
+                    yield gateway
             finally:
+                await hub.close()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*(delivery.close() for delivery in gateway.deliveries))
         finally:
             pool.close()
             await writer.close()

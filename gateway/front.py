@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth import authenticate, refusal
 from gateway.errors import ApiError, database_away, unexpected
+from gateway.telemetry.observation import Tell, observed
 
 _ROLLOUT = re.compile(r"/rollouts/(?P<group>[^/]+)/(?P<trajectory>[^/]+)(?P<path>/v1/.+)")
 
@@ -30,8 +31,17 @@ class Strop(FastAPI):
     hot: Mapping[str, ASGIApp] = {}
     """Endpoints by path, all for POST alone."""
 
+    tell: Tell | None = None
+    """What is told of every request when it is over."""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        if self.tell is None or scope["type"] != "http":
+            await self._serve(scope, receive, send)
+        else:
+            await observed(self._serve, self.tell, scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
             await super().__call__(scope, receive, send)
             return
@@ -45,6 +55,7 @@ class Strop(FastAPI):
             await super().__call__(scope, receive, send)
             return
         scope["app"], scope["path_params"] = self, names
+        scope["endpoint"] = endpoint
         try:
             await authenticate(scope, "inference")
         except ApiError as error:

@@ -1,5 +1,6 @@
 """The parts that requests share; built once by `gateway.app`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from starlette.requests import Request
@@ -9,11 +10,13 @@ from gateway.auth import EVERYTHING, Principal
 from gateway.backends.vllm import ReplicaPool
 from gateway.capture.placement import Placements
 from gateway.capture.retries import Retries
+from gateway.events import EventHub
 from gateway.publisher import Publisher
 from gateway.settings import Settings
 from gateway.store import Database
 from gateway.store.models import DEFAULT_PROJECT
 from gateway.store.writer import Writer
+from gateway.webhooks import Delivery
 
 
 @dataclass(slots=True)
@@ -27,6 +30,8 @@ class Gateway:
     publisher: Publisher
     placements: Placements
     retries: Retries
+    events: EventHub
+    deliveries: Sequence[Delivery] = ()
     project: str = DEFAULT_PROJECT
 
 

@@ -1,6 +1,7 @@
 """All settings of the gateway. Each can be set as `STROP_<NAME>` or in `strop.toml`."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -9,6 +10,7 @@ from gateway.backends.providers import Provider
 from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.settings import StoreSettings
 from gateway.tracing.settings import LangfuseSettings
+from gateway.webhook_settings import Webhook
 
 
 class PolicyConfig(PolicySettings):
@@ -48,6 +50,23 @@ class Settings(StoreSettings):
 
     providers: dict[str, Provider] = Field(default_factory=dict)
     """Models of other providers, by the name that clients use: `[providers.NAME]`."""
+
+    webhooks: dict[str, Webhook] = Field(default_factory=dict)
+    """Addresses that are told when a version is published, fails or is rolled back:
+    `[webhooks.NAME]`."""
+
+    request_log: bool = True
+    """Write one line for each request to the standard error: never a prompt, an answer or a key."""
+
+    log_format: Literal["text", "json"] = "text"
+    """Of that line, and of all others: for people, or one JSON object a line."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level of strop's own log."""
+
+    otel: bool = False
+    """Send a span for each request by OTLP. OpenTelemetry's own variables say where to, such as
+    `OTEL_EXPORTER_OTLP_ENDPOINT=http://collector:4318`."""
 
     vllm: VllmOptions = Field(default_factory=VllmOptions)
     """The vLLM that `strop up` starts."""

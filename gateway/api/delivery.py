@@ -15,6 +15,7 @@ from gateway.errors import ApiError
 from gateway.gateway import Gateway
 from gateway.store.records import CapturedCompletion
 from gateway.store.writer import QueueFull
+from gateway.telemetry.observation import storing
 
 log = logging.getLogger("strop.chat")
 
@@ -78,6 +79,7 @@ async def store(gateway: Gateway, captured: CapturedCompletion) -> None:
         ApiError: it is not in the database, and must not be answered.
     """
     captured.finished_at = captured.finished_at or time.time()
+    seen = storing(captured)
     try:
         tails = await gateway.writer.store(captured)
     except QueueFull as error:
@@ -90,4 +92,6 @@ async def store(gateway: Gateway, captured: CapturedCompletion) -> None:
             "strop's log says more.",
             code="not_logged",
         ) from error
+    if seen is not None:
+        seen.committed = time.time()
     gateway.placements.threads.add(captured.project, tails)

@@ -84,6 +84,8 @@ def _create_engine(url: URL) -> Engine:
         "json_serializer": lambda value: orjson.dumps(value).decode(),
         "json_deserializer": orjson.loads,
         "pool_pre_ping": url.get_backend_name() != "sqlite",
+        # They hold prompts, and errors are logged.
+        "hide_parameters": True,
     }
     if url.get_backend_name() != "sqlite":
         # What the URL says itself wins.

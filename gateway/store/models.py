@@ -362,12 +362,12 @@ class Event(Base):
 
 
 class Webhook(Base):
-    """How far the events have been delivered to one address of the settings."""
+    """How far the events have been delivered to one of the webhooks of the settings."""
 
     __tablename__ = "webhooks"
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    """Digest of project and address."""
+    """Its name in the settings."""
     cursor: Mapped[int] = mapped_column(BigInteger())
     """The newest event that was delivered, or is not to be."""
     attempts: Mapped[int] = mapped_column(default=0)

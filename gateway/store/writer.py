@@ -14,6 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from gateway.store import outbox, rewards
 from gateway.store.database import Database
+from gateway.store.histogram import Histogram
 from gateway.store.journal import Journal, Mover, connection_lost, packed
 from gateway.store.models import Base, Choice, Completion, Group, Trajectory
 from gateway.store.records import CapturedCompletion, StoredReward, Tail
@@ -78,6 +79,8 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="strop-writer", daemon=True)
         self.commits = 0
         self.writes = 0
+        self.commit_seconds = Histogram()
+        """Of one transaction, from its beginning to its commit."""
 
     def start(self) -> None:
         """Begin to commit."""
@@ -92,6 +95,11 @@ class Writer:
     def full(self) -> bool:
         """Whether a further write would be refused."""
         return self._pending >= self._limit
+
+    @property
+    def pending(self) -> int:
+        """Writes that wait for a commit."""
+        return self._pending
 
     async def store(self, captured: CapturedCompletion) -> dict[bytes, Tail]:
         """Store a completion; returns, once it is durable, its tails by thread key.
@@ -216,6 +224,7 @@ class Writer:
         return self._transaction(works)
 
     def _transaction(self, works: Sequence[_Work]) -> list[Any]:
+        began = time.monotonic()
         with self._database.write() as connection:
             encoded = [work for work in works if isinstance(work, EncodedCompletion)]
             if encoded:
@@ -224,6 +233,7 @@ class Writer:
             results = [_perform(connection, work) for work in works]
             if self._traced:
                 self._note_for_langfuse(connection, encoded, works, results)
+        self.commit_seconds.add(time.monotonic() - began)
         self.commits += 1
         self.writes += len(works)
         return results

@@ -1,0 +1,62 @@
+"""All that listens to the requests of one gateway: counters, the request log, spans."""
+
+import logging
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from gateway.settings import Settings
+from gateway.store import Database
+from gateway.store.census import Census, take
+from gateway.telemetry.counters import Counters
+from gateway.telemetry.observation import Observation
+from gateway.telemetry.remembered import Remembered
+from gateway.telemetry.request_log import RequestLog
+from gateway.telemetry.spans import Spans
+
+log = logging.getLogger("strop.telemetry")
+
+_CENSUS_SECONDS = 10.0
+
+
+class Telemetry:
+    """Built with the application; told of each request when it is over."""
+
+    def __init__(self, settings: Settings):
+        self.counters = Counters()
+        self._log = RequestLog(settings.log_format) if settings.request_log else None
+        self._spans = Spans() if settings.otel else None
+        self._census: Remembered[Census] | None = None
+
+    def tell(self, seen: Observation) -> None:
+        """Count it, log it, trace it. What goes wrong with that is no matter of the request."""
+        try:
+            self.counters.add(seen)
+            if self._log is not None:
+                self._log.add(seen)
+            if self._spans is not None:
+                self._spans.add(seen)
+        except Exception:
+            log.exception("a request was not told about")
+
+    def census(self, database: Database) -> Remembered[Census]:
+        """The counts over the whole database, taken now and then."""
+        if self._census is None:
+
+            def ask() -> Census:
+                with database.read() as connection:
+                    return take(connection)
+
+            self._census = Remembered(ask, _CENSUS_SECONDS)
+        return self._census
+
+    def census_failed(self, error: Exception) -> Metric:
+        """What stands in the metrics instead."""
+        log.warning("the database was not counted for the metrics: %s", error)
+        return GaugeMetricFamily("strop_database_up", "1: the database answers", value=0)
+
+    def close(self) -> None:
+        """Write and send what waits."""
+        if self._log is not None:
+            self._log.flush()
+        if self._spans is not None:
+            self._spans.close()
