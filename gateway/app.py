@@ -47,9 +47,9 @@ from gateway.settings import Settings
 from gateway.store import Database
 from gateway.store.journal import Journal
 from gateway.store.writer import Writer
-from gateway.tracing.process import Tracing
 from gateway.telemetry import logs
 from gateway.telemetry.telemetry import Telemetry
+from gateway.tracing.process import Tracing
 from gateway.webhooks import deliveries
 
 SURFACES: dict[str, tuple[ASGIApp, str]] = {

@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, case, func, select
 
+from gateway.store import outbox
 from gateway.store.models import Event, Group, Policy, Step, Trajectory, Version
 from gateway.store.statistics import VersionReward, rewards_by_version
 
@@ -36,6 +37,8 @@ class Census:
     """By state."""
     rewards: dict[tuple[str, str], list[VersionReward]] = field(default_factory=dict)
     """Of each policy, by version and split."""
+    langfuse: list[outbox.Lag] = field(default_factory=list)
+    """What has not reached Langfuse, by project."""
 
 
 def take(connection: Connection) -> Census:
@@ -60,6 +63,7 @@ def take(connection: Connection) -> Census:
         select(*kinds, func.count(), func.max(Event.at)).group_by(*kinds)
     ):
         found.events[tuple(key)], found.last_event[tuple(key)] = count, at
+    found.langfuse = outbox.lag(connection, time.time())
     for project, policy in sizes:
         found.rewards[project, policy] = rewards_by_version(connection, project, policy)
     return found

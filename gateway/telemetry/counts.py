@@ -38,6 +38,7 @@ def collect(census: Census) -> Iterator[Metric]:
         "last_event_timestamp_seconds", "When the newest was", ("kind",), census.last_event
     )
     yield from _rewards(census)
+    yield from _langfuse(census)
 
 
 def _gauge(
@@ -69,3 +70,20 @@ def _rewards(census: Census) -> Iterator[Metric]:
             if reward.standard_error is not None:
                 error.add_metric(key, reward.standard_error)
     yield from (mean, error, number)
+
+
+def _langfuse(census: Census) -> Iterator[Metric]:
+    if not census.langfuse:
+        return
+    waiting = GaugeMetricFamily("strop_langfuse_waiting", "Not sent yet", labels=("project",))
+    refused = GaugeMetricFamily(
+        "strop_langfuse_refused", "Set aside: Langfuse does not take it", labels=("project",)
+    )
+    oldest = GaugeMetricFamily(
+        "strop_langfuse_lag_seconds", "Age of the oldest that waits", labels=("project",)
+    )
+    for lag in census.langfuse:
+        waiting.add_metric((lag.project,), lag.waiting)
+        refused.add_metric((lag.project,), lag.refused)
+        oldest.add_metric((lag.project,), lag.oldest_seconds)
+    yield from (waiting, refused, oldest)

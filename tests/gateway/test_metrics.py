@@ -1,12 +1,13 @@
 """`/metrics`: what it counts, whose series it shows, and that the alert rules speak of them."""
 
 import re
+import time
 from pathlib import Path
 
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.store import keys, training
+from gateway.store import keys, outbox, training
 from gateway.store.claims import TrainablePolicy
 from tests.gateway.conftest import MakeStrop, Running
 from tests.gateway.test_publisher import write_version
@@ -152,7 +153,7 @@ async def test_every_metric_that_a_rule_or_a_panel_names_is_printed(strop: Runni
     known = families | {f"{name}_{end}" for name in families for end in ("bucket", "sum", "count")}
     # Printed with PostgreSQL, and with webhooks, only.
     known |= {"strop_journal_entries", "strop_journal_oldest_seconds", "strop_journal_rejected"}
-    known |= {"strop_webhook_attempts"}
+    known |= {"strop_webhook_attempts", "strop_langfuse_lag_seconds", "strop_langfuse_refused"}
     named = set()
     for name in ("alerts.yml", "grafana-dashboard.json"):
         named |= set(re.findall(r"strop_\w+", (OBSERVABILITY / name).read_text()))
@@ -172,3 +173,12 @@ def test_the_alert_rules_are_whole():
         assert rule["expr"]
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert set(rule["annotations"]) == {"summary", "description"}
+
+
+async def test_what_has_not_reached_langfuse_is_shown(strop: Running):
+    with strop.gateway.database.write() as connection:
+        outbox.add(connection, "completion", [("default", "a"), ("theirs", "b")], time.time() - 60)
+    found = await scrape(strop)
+    assert found["strop_langfuse_waiting"] == {("default",): 1, ("theirs",): 1}
+    assert 60 <= found["strop_langfuse_lag_seconds"][("default",)] < 600
+    assert found["strop_langfuse_refused"][("default",)] == 0
