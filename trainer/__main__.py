@@ -12,6 +12,10 @@ from trainer.settings import TrainerSettings
 
 def main() -> int:
     """Run the trainer; returns the process's exit code."""
+    if sys.argv[1:2] == ["replay"]:
+        from trainer.replay import command
+
+        return command(sys.argv[2:])
     arguments = _arguments()
     settings = TrainerSettings()
     logging.basicConfig(
@@ -50,7 +54,9 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m trainer", description="Train policies on the completions that were logged."
+        prog="python -m trainer",
+        description="Train policies on the completions that were logged.",
+        epilog="`python -m trainer replay STEP` takes a step again that was taken before.",
     )
     parser.add_argument(
         "--once",

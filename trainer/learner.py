@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from gateway.store.claims import TrainablePolicy
+from gateway.store.fingerprint import changed
 from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.records import Json
 from trainer import checkpoints, probe
 from trainer.arguments import grpo_config
 from trainer.grpo import StepTrainer, all_finite
 from trainer.logprobs import choose_way
-from trainer.model import check_targets, device_of, load_base_model, lora_config
+from trainer.model import ModelError, check_targets, device_of, load_base_model, lora_config
 from trainer.packing import micro_batches, pack
 from trainer.samples import Sample
 from trainer.settings import TrainerSettings
@@ -63,6 +64,12 @@ class Learner:
             checkpoints.policy_folder(artifacts, policy.project, policy.name),
             device,
         )
+        arguments.learning_rate *= policy.rate_factor
+        if changed(policy.base_model, policy.base_digest):
+            raise ModelError(
+                f"the files in {policy.base_model} are not those that {policy.name} was trained "
+                "on; put them back, or make a new policy for the new base model."
+            )
         base = load_base_model(policy.base_model, settings)
         check_targets(base, lora)
         way = choose_way(base)
@@ -88,7 +95,7 @@ class Learner:
         if policy.head_path is None:
             return
         folder = Path(policy.head_path)
-        if policy.head == 0 and not folder.exists():
+        if policy.head == 0 and not policy.forked and not folder.exists():
             # Version 0 is the bare base model; its adapter is zero, wherever it is.
             return
         if checkpoints.is_untrained(folder):
@@ -183,6 +190,7 @@ def identity(policy: TrainablePolicy) -> tuple[Any, ...]:
         policy.project,
         policy.name,
         policy.base_model,
+        policy.rate_factor,
         repr(sorted(policy.lora.items())),
         repr(sorted(settings.training.items())),
     )

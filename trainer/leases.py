@@ -5,22 +5,28 @@ import threading
 from collections.abc import Sequence
 from types import TracebackType
 
-from gateway.store import Database, claims
-from gateway.store.claims import ClaimedGroup
+from gateway.store import Database, claims, policy_leases
+from gateway.store.claims import ClaimedGroup, TrainablePolicy
 
 log = logging.getLogger("strop.trainer")
 
 
 class LeaseKeeper:
-    """Renews the leases of groups in the background while its block runs.
+    """Renews the leases of a policy and of its groups in the background while its block runs.
 
     Leases that cannot be renewed run out by themselves; `finish_step` finds that out.
     """
 
     def __init__(
-        self, database: Database, groups: Sequence[ClaimedGroup], worker: str, seconds: float
+        self,
+        database: Database,
+        policy: TrainablePolicy,
+        groups: Sequence[ClaimedGroup],
+        worker: str,
+        seconds: float,
     ):
         self._database = database
+        self._policy = policy
         self._groups = groups
         self._worker = worker
         self._seconds = seconds
@@ -44,6 +50,7 @@ class LeaseKeeper:
         # Two renewals may fail before a lease is lost.
         while not self._done.wait(self._seconds / 3):
             try:
+                policy_leases.hold(self._database, self._policy, self._worker, self._seconds)
                 claims.renew_leases(self._database, self._groups, self._worker, self._seconds)
             except Exception as error:
                 log.warning("leases were not renewed (%s); trying again", error)

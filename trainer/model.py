@@ -1,5 +1,6 @@
 """Loading a base model, with the words that help when it cannot be loaded."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,11 +54,13 @@ def load_base_model(name: str, settings: TrainerSettings) -> nn.Module:
     dtype = settings.dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
+    _check_precision(device, dtype, settings)
     disable_progress_bar()
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    if settings.quantization == "nf4":
+        options.update(quantization_config=_nf4(options["dtype"]), device_map={"": 0})
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder) if local else name, dtype=getattr(torch, dtype)
-        )
+        model = AutoModelForCausalLM.from_pretrained(str(folder) if local else name, **options)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
@@ -68,7 +71,40 @@ def load_base_model(name: str, settings: TrainerSettings) -> nn.Module:
     if getattr(config, "attention_dropout", 0):
         # Packing gives the padded results only if nothing is random.
         config.attention_dropout = 0.0
-    return cast(nn.Module, model.to(device).eval())
+    # A quantised model is on its device already, and refuses to be moved.
+    on_device = model if settings.quantization != "none" else model.to(device)
+    return cast(nn.Module, on_device.eval())
+
+
+def _check_precision(device: str, dtype: str, settings: TrainerSettings) -> None:
+    if device == "cuda":
+        return
+    if settings.quantization != "none":
+        raise ModelError(
+            f"STROP_TRAINER_QUANTIZATION is {settings.quantization}, which needs a CUDA GPU, and "
+            "training runs on the CPU; set it to none."
+        )
+    if dtype == "bfloat16":
+        raise ModelError(
+            "STROP_TRAINER_DTYPE is bfloat16, which needs a CUDA GPU, and training runs on the "
+            "CPU; set it to auto."
+        )
+
+
+def _nf4(compute_dtype: torch.dtype) -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(
+            "STROP_TRAINER_QUANTIZATION is nf4, and bitsandbytes is not installed; "
+            "run `pip install bitsandbytes`."
+        )
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+    )
 
 
 def lora_config(lora: Lora, base_model: str) -> Any:

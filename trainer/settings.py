@@ -25,8 +25,9 @@ class TrainerSettings(TomlSettings):
     poll_seconds: float = Field(default=1.0, gt=0)
     """Pause between two looks at the database when there was nothing to do."""
 
-    lease_seconds: float = Field(default=600.0, ge=5)
-    """How long groups stay with a trainer that has died before another may take them."""
+    lease_seconds: float = Field(default=120.0, ge=5)
+    """How long a policy and its groups stay with a trainer that has died before another may take
+    them. A living one renews its leases three times as often."""
 
     backoff_seconds: float = Field(default=5.0, gt=0)
     """Pause of a policy after a failed step; doubled with each further failure in a row."""
@@ -38,7 +39,12 @@ class TrainerSettings(TomlSettings):
     """Where to train; `auto` is CUDA where torch finds it."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base model; `auto` is bfloat16 on CUDA, else float32. Adapters are always float32."""
+    """Of the base model; `auto` is bfloat16 on CUDA, else float32. Adapters are always float32.
+    bfloat16 needs CUDA."""
+
+    quantization: Literal["none", "nf4"] = "none"
+    """`nf4` loads the base model in 4 bits (QLoRA, Dettmers et al. 2023), by bitsandbytes; needs
+    CUDA. The probes that versions must pass then need a `probe_tolerance` that allows for it."""
 
     token_budget: int = Field(default=0, ge=0)
     """Different tokens that one forward pass may hold; 0 means 4,096 on a CPU, 16,384 on CUDA."""

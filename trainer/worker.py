@@ -12,6 +12,7 @@ The process may be killed at any point: what was not recorded did not happen, an
 back when their lease runs out. Serving the version is the gateway's part.
 """
 
+import contextlib
 import gc
 import logging
 import os
@@ -26,18 +27,20 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.store import Database, claims, training
+from gateway.store import Database, claims, policy_leases, training
 from gateway.store.claims import ClaimedGroup, TrainablePolicy
 from gateway.store.ids import new_id
 from gateway.store.policy_settings import PolicySettings
 from gateway.store.training import Superseded
-from trainer import checkpoints
+from trainer import checkpoints, replay, retention
 from trainer.arguments import scale_rewards
-from trainer.grpo import Stopped
+from trainer.failures import NOT_FINITE, STOPPED, explain, sentence
 from trainer.learner import Learner, Stepped, identity
 from trainer.leases import LeaseKeeper
 from trainer.plan import Plan, PlannedGroup, make_plan
+from trainer.recipe import recipe_of
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger("strop.trainer")
@@ -99,7 +102,14 @@ class Worker:
         """Train until stopped, or make one pass over what is ready; False if a step failed."""
         log.info("%s: waiting for groups", self.name)
         while not self._stop.is_set():
-            visits = [self.visit(policy) for policy in self._policies() if not self._stop.is_set()]
+            try:
+                visits = self._pass()
+            except SQLAlchemyError as error:
+                if once:
+                    raise
+                log.warning("the database does not answer, trying again: %s", sentence(error))
+                self._stop.wait(self._settings.backoff_seconds)
+                continue
             if once:
                 return Visit.FAILED not in visits
             if self._finished():
@@ -107,6 +117,10 @@ class Worker:
             if Visit.STEPPED not in visits:
                 self._stop.wait(self._settings.poll_seconds)
         return True
+
+    def _pass(self) -> list[Visit]:
+        """Every policy once, in turn: none waits for more than one step of each other one."""
+        return [self.visit(policy) for policy in self._policies() if not self._stop.is_set()]
 
     def _policies(self) -> list[TrainablePolicy]:
         found = claims.trainable_policies(self._database)
@@ -128,9 +142,12 @@ class Worker:
         try:
             settings = PolicySettings.model_validate(policy.settings)
         except ValidationError as error:
-            log.error("%s: its settings are wrong: %s", policy.name, _sentence(error))
+            log.error("%s: its settings are wrong: %s", policy.name, sentence(error))
             self._back_off(policy)
             return Visit.FAILED
+        if policy.held_by not in (None, self.name):
+            # Another trainer takes a step.
+            return Visit.NOTHING
         groups = claims.claim_groups(
             self._database,
             policy,
@@ -143,15 +160,24 @@ class Worker:
         )
         if not groups:
             return Visit.NOTHING
-        with LeaseKeeper(self._database, groups, self.name, self._settings.lease_seconds):
-            try:
-                return self._use(policy, settings, groups)
-            except Exception as error:
-                # Steps handle their own failures: this is the database, or the planning.
-                log.exception("%s: %s", policy.name, _sentence(error))
-                self._back_off(policy)
+        lease = self._settings.lease_seconds
+        try:
+            if not policy_leases.hold(self._database, policy, self.name, lease):
                 claims.release_groups(self._database, groups, self.name)
-                return Visit.FAILED
+                return Visit.NOTHING
+            with LeaseKeeper(self._database, policy, groups, self.name, lease):
+                return self._use(policy, settings, groups)
+        except Exception as error:
+            # Steps handle their own failures: this is the database, or the planning.
+            log.exception("%s: %s", policy.name, explain(error)[1])
+            self._back_off(policy)
+            # Where the database is away, or its disk full, the leases run out.
+            with contextlib.suppress(SQLAlchemyError):
+                claims.release_groups(self._database, groups, self.name)
+            return Visit.FAILED
+        finally:
+            with contextlib.suppress(SQLAlchemyError):
+                policy_leases.release(self._database, policy, self.name)
 
     def _use(
         self, policy: TrainablePolicy, settings: PolicySettings, groups: list[ClaimedGroup]
@@ -168,7 +194,7 @@ class Worker:
         if not plan.teaching:
             self._skip(policy, plan.groups)
             return Visit.SKIPPED
-        return self._step(policy, plan)
+        return self._step(policy, settings, plan)
 
     def _skip(self, policy: TrainablePolicy, groups: Sequence[PlannedGroup]) -> None:
         for group in groups:
@@ -177,12 +203,11 @@ class Worker:
             )
             log.info("%s: group %s skipped, %s", policy.name, group.claimed.id, group.reason)
 
-    def _step(self, policy: TrainablePolicy, plan: Plan) -> Visit:
+    def _step(self, policy: TrainablePolicy, settings: PolicySettings, plan: Plan) -> Visit:
         began = time.perf_counter()
         claimed = [group.claimed for group in plan.groups]
-        step_id = training.begin_step(
-            self._database, policy, self.name, {"lora": policy.lora, "settings": policy.settings}
-        )
+        config = {**replay.config_of(policy, self._settings), "samples": recipe_of(plan.samples)}
+        step_id = training.begin_step(self._database, policy, self.name, config)
         folder: Path | None = None
         try:
             learner = self._learner(policy)
@@ -224,15 +249,18 @@ class Worker:
             log.warning("%s: step %d given up: %s", policy.name, step_id, lost)
             return Visit.NOTHING
         except Exception as error:
-            return self._failed(policy, step_id, claimed, error)
+            return self._failed(policy, settings, step_id, claimed, error)
         learner.version = number
         self._backoffs.pop(_key(policy), None)
         _report(policy, step_id, number, plan, stepped, seconds["total"])
+        with contextlib.suppress(SQLAlchemyError):
+            retention.prune(self._database, policy, settings.keep)
         return Visit.STEPPED
 
     def _failed(
         self,
         policy: TrainablePolicy,
+        settings: PolicySettings,
         step_id: int,
         claimed: Sequence[ClaimedGroup],
         error: Exception,
@@ -240,30 +268,29 @@ class Worker:
         # The weights in memory are those of no version any more. A folder that was written stays:
         # whether the database knows of it cannot be told here, and it harms nobody.
         self._forget(policy)
-        sentence = self._explain(error)
-        stopped = isinstance(error, Stopped)
-        training.fail_step(self._database, policy, step_id, self.name, claimed, sentence)
-        if stopped:
-            log.info("%s: step %d given up: %s", policy.name, step_id, sentence)
+        reason, words = explain(error)
+        training.fail_step(
+            self._database,
+            policy,
+            step_id,
+            self.name,
+            claimed,
+            words,
+            reason=reason,
+            pause_after=settings.pause_after if reason == NOT_FINITE else None,
+        )
+        if reason == STOPPED:
+            log.info("%s: step %d given up: %s", policy.name, step_id, words)
             return Visit.NOTHING
         self._back_off(policy)
         log.error(
             "%s: step %d failed: %s",
             policy.name,
             step_id,
-            sentence,
+            words,
             exc_info=log.isEnabledFor(logging.DEBUG),
         )
         return Visit.FAILED
-
-    def _explain(self, error: Exception) -> str:
-        sentence = _sentence(error)
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in sentence:
-            return (
-                "out of memory; set STROP_TRAINER_TOKEN_BUDGET to fewer tokens, "
-                f"or training.gradient_checkpointing to true ({sentence})"
-            )
-        return sentence
 
     def _learner(self, policy: TrainablePolicy) -> Learner:
         key = _key(policy)
@@ -341,13 +368,6 @@ def _report(
         made["kl_sampling"],
         seconds,
     )
-
-
-def _sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else "no message"
-    ours = type(error).__module__.startswith("trainer.")
-    return text if ours else f"{type(error).__name__}: {text}"
 
 
 def _free_memory() -> None:

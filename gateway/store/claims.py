@@ -34,6 +34,8 @@ class TrainablePolicy:
     forked: bool = False
     """Whether its version 0 is a version of another policy, and not the base model."""
     base_digest: str | None = None
+    held_by: str | None = None
+    """The trainer that takes a step of it now."""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ def trainable_policies(database: Database) -> list[TrainablePolicy]:
             *Policy.__table__.columns, Version.adapter_path, Version.state.label("head_state")
         )
     )
+    now = time.time()
     with database.read() as connection:
         return [
             TrainablePolicy(
@@ -82,6 +85,7 @@ def trainable_policies(database: Database) -> list[TrainablePolicy]:
                 rate_factor=row["rate_factor"],
                 forked=row["forked_from"] is not None,
                 base_digest=row["base_digest"],
+                held_by=row["lease_owner"] if (row["lease_expires"] or 0) > now else None,
             )
             for row in connection.execute(query).mappings()
             if not _waits_for_trial(row)
@@ -133,7 +137,7 @@ def claim_groups(
             Trajectory.settled_revision.is_(None),
             stands_alone,
         )
-        .group_by(Group.id, Group.closed_at)
+        .group_by(Group.id, Group.closed_at, Group.strikes)
         .having(
             func.max(Trajectory.updated_at) <= now - settle_seconds,
             or_(
@@ -143,7 +147,8 @@ def claim_groups(
             ),
             waiting > 0,
         )
-        .order_by(func.min(Trajectory.created_at))
+        # Those with which steps had to be undone come last.
+        .order_by(Group.strikes, func.min(Trajectory.created_at))
         .limit(limit)
     )
     with database.write() as connection:

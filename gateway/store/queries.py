@@ -267,6 +267,9 @@ def _summary(row: RowMapping, counts: list[Any], now: float) -> GroupSummary:
     for _, _, reason, _, count in counts:
         if reason is not None:
             reasons[reason] = reasons.get(reason, 0) + count
+    if row["reason"] is not None:
+        # A step with it was undone; it waits for another one.
+        reasons[row["reason"]] = total - used - skipped
     state = "open"
     if row["lease_owner"] is not None and row["lease_expires"] > now:
         state = "claimed"

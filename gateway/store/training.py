@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, func, insert, or_, select, update
 
-from gateway.store import outbox
+from gateway.store import outbox, trials
 from gateway.store.claims import ClaimedGroup, TrainablePolicy, held_by, release
 from gateway.store.database import Database
 from gateway.store.models import CompletionUse, Event, Group, Policy, Step, Version
@@ -194,15 +194,24 @@ def _hold_all(
             Policy.project == policy.project,
             Policy.name == policy.name,
             Policy.head == policy.head,
+            or_(Policy.lease_owner.is_(None), Policy.lease_owner == worker),
         )
-        .values(head=number)
+        .values(head=number, strikes=0)
     ).rowcount
     if not moved:
-        raise Superseded(f"{policy.name} was moved away from @{policy.head} while the step ran")
+        raise Superseded(
+            f"{policy.name} was moved away from @{policy.head}, or taken over by another trainer, "
+            "while the step ran"
+        )
     for group in groups:
         held = select(Group.id).where(*held_by(group, worker)).with_for_update()
         if connection.execute(held).first() is None:
             raise Superseded(f"the lease on group {group.id} ran out while the step ran")
+        connection.execute(
+            update(Group)
+            .where(*held_by(group, worker), Group.strikes > 0)
+            .values(strikes=0, reason=None)
+        )
 
 
 def fail_step(
@@ -213,8 +222,17 @@ def fail_step(
     groups: Sequence[ClaimedGroup],
     error: str,
     state: str = "failed",
+    *,
+    reason: str | None = None,
+    pause_after: int | None = None,
 ) -> None:
-    """Record that a step came to nothing, and give its groups back."""
+    """Record that a step came to nothing, and give its groups back.
+
+    Args:
+        reason: kind of the error.
+        pause_after: the step was undone for numbers that are not finite: its groups are marked with
+            the reason and come last, and after so many steps in a row the policy is paused.
+    """
     with database.write() as connection:
         now = time.time()
         connection.execute(
@@ -222,7 +240,7 @@ def fail_step(
             # Only one that is not over: a connection that broke after its commit looks like a
             # failure, and is none.
             .where(Step.id == step_id, Step.state == "running")
-            .values(state=state, error=error, finished_at=now)
+            .values(state=state, error=error, reason=reason, finished_at=now)
         )
         connection.execute(
             insert(Event).values(
@@ -230,11 +248,44 @@ def fail_step(
                 policy=policy.name,
                 kind=f"step_{state}",
                 version=None,
-                detail={"step": step_id, "error": error},
+                detail={"step": step_id, "error": error, "reason": reason},
                 at=now,
             )
         )
+        if pause_after is not None:
+            _strike(connection, policy, worker, groups, reason, error, pause_after)
         release(connection, groups, worker)
+
+
+def _strike(
+    connection: Connection,
+    policy: TrainablePolicy,
+    worker: str,
+    groups: Sequence[ClaimedGroup],
+    reason: str | None,
+    error: str,
+    pause_after: int,
+) -> None:
+    for group in groups:
+        connection.execute(
+            update(Group)
+            .where(*held_by(group, worker))
+            .values(strikes=Group.strikes + 1, reason=reason)
+        )
+    strikes = connection.execute(
+        update(Policy)
+        .where(Policy.project == policy.project, Policy.name == policy.name)
+        .values(strikes=Policy.strikes + 1)
+        .returning(Policy.strikes)
+    ).scalar_one()
+    if strikes >= pause_after:
+        trials.paused(
+            connection,
+            policy.project,
+            policy.name,
+            f"{strikes} steps in a row were undone, the last because of this: {error} Lower "
+            f"training.learning_rate, then resume the policy (strop policy resume {policy.name}).",
+        )
 
 
 def _settle(

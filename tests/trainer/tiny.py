@@ -247,13 +247,14 @@ class Log:
         rewards: Sequence[float | None],
         seed: int = 0,
         length: int = 4,
+        policy: str = "agent",
     ) -> None:
         """One-turn episodes of one task with the model's own logprobs."""
         draw = np.random.default_rng(seed)
         prompt = ids(draw, 12)
         for number, reward in enumerate(rewards):
             answer = ids(draw, length)
-            turn = Turn(prompt, [answer], [logprobs(model, prompt, answer)])
+            turn = Turn(prompt, [answer], [logprobs(model, prompt, answer)], policy=policy)
             scores = {} if reward is None else {"reward": reward}
             self.add(group, f"{group}-{number}", [turn], **scores)
 
