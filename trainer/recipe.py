@@ -10,8 +10,10 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from sqlalchemy import select
 
 from gateway.store import Database, queries
+from gateway.store.models import Completion
 from gateway.store.records import Json, StoredCompletion
 from trainer.samples import ChoiceKey, Ids, Sample, Span
 
@@ -53,8 +55,15 @@ def samples_from(database: Database, project: str, recipe: Sequence[Json]) -> li
     Raises:
         LogChanged: something of them was deleted or is not what it was.
     """
-    ids = sorted({one["trajectory"] for one in recipe})
+    answers = {span["completion"] for one in recipe for span in one["spans"]}
+    # Those of a sub-agent are in its own trajectory, and in a sample of its parent's.
+    owners = (
+        select(Completion.trajectory_id)
+        .where(Completion.project == project, Completion.id.in_(answers))
+        .distinct()
+    )
     with database.read() as connection:
+        ids = list(connection.execute(owners).scalars())
         found = queries.trajectories(connection, project, ids)
     completions = {c.id: c for trajectory in found for c in trajectory.completions}
     return [_sample(one, completions) for one in recipe]
