@@ -18,6 +18,7 @@ from trainer import checkpoints, probe
 from trainer.arguments import grpo_config
 from trainer.grpo import StepTrainer, all_finite
 from trainer.logprobs import choose_way
+from trainer.lora_linear import speed_up
 from trainer.model import ModelError, check_targets, device_of, load_base_model, lora_config
 from trainer.packing import micro_batches, pack
 from trainer.samples import Sample
@@ -80,6 +81,7 @@ class Learner:
             # The seed of the arguments makes every policy begin with the same random factors.
             peft_config=lora_config(lora, policy.base_model),
         )
+        speed_up(self.trainer.model)
         self.device = device
         self.token_budget = settings.token_budget or _DEFAULT_BUDGET[device]
         self.optimizer_steps = 0

@@ -17,17 +17,18 @@ position of a node is its depth and
 
     query q sees key k   if and only if   k <= q and q < end[k]
 
-Sizes. N different tokens are forwarded. What a sample adds is one run of tokens, each the parent of
-the next: S segments (a run longer than `QUERIES` counts as several). M tokens are trained on; where
-samples fork, one node predicts several of them, so only R <= M rows reach the LM head.
-Memory grows with N, not with the sum of the samples' lengths; attention work with the sum over
-segments of (own length x depth) (see `trie_attention`), or with N^2 where a dense mask is used.
+Sizes. N different tokens are forwarded, cut into S segments between the places where samples fork.
+M tokens are trained on; where samples fork, one node predicts several of them, so only R <= M rows
+reach the LM head. Memory grows with N, not with the sum of the samples' lengths; attention work
+with the pairs of tokens that see each other (see `trie_attention`).
 
 Nothing may depend on the layout: LoRA dropout has to be 0.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,19 +37,20 @@ from torch import Tensor
 
 from trainer.samples import Ids, Sample
 
-QUERIES = 256
-"""Longest segment, in tokens: longer ones are cut, which bounds the attention's memory."""
+LONGEST = 256
+"""Longest segment, in tokens: of the square of its own tokens, half is computed for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens `start` to `stop` of the layout, each the parent of the next."""
+    """Tokens `start` to `stop` of the layout, each the only child of the one before."""
 
     start: int
     stop: int
-    path: Tensor
-    """Positions of all their ancestors and of themselves, by depth, (D,). The last
-    `stop - start` of them are the segment."""
+    end: int
+    """One past their last descendant: all of them have the same."""
+    depth: int
+    """Position of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +64,11 @@ class Trie:
     end: Tensor
     """One past the last descendant of each token, (N,)."""
     segments: list[Segment]
+    """Together all tokens, in order."""
     paths: list[NDArray[np.int64]]
     """Of each sample, in the order given: where each of its tokens lies."""
-
-    def dense_mask(self, dtype: torch.dtype) -> Tensor:
-        """The additive attention mask, (1, 1, N, N); quadratic, so only for short tries."""
-        index = torch.arange(len(self.end), device=self.end.device)
-        seen = (index[None, :] <= index[:, None]) & (index[:, None] < self.end[None, :])
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+    masks: dict[int | None, Any] = field(default_factory=dict)
+    """Block masks of FlexAttention, by window; made when first asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,6 @@ def build_trie(sequences: Sequence[Ids], device: torch.device | str = "cpu") -> 
     ids: list[Ids] = []
     depths: list[Ids] = []
     end = np.zeros(sum(len(s) for s in sequences), dtype=np.int64)
-    segments: list[Segment] = []
     paths: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(sequences)
     total, previous = 0, np.empty(0, dtype=np.int64)
     path = np.empty(0, dtype=np.int64)
@@ -129,21 +126,29 @@ def build_trie(sequences: Sequence[Ids], device: torch.device | str = "cpu") -> 
         path = np.concatenate([path[:shared], np.arange(total, total + fresh)])
         ids.append(sequence[shared:])
         depths.append(np.arange(shared, len(sequence)))
-        for start in range(0, fresh, QUERIES):
-            stop = min(start + QUERIES, fresh)
-            ancestry = torch.from_numpy(path[: shared + stop].copy()).to(device)
-            segments.append(Segment(total + start, total + stop, ancestry))
         paths[index] = path
         total += fresh
         previous = sequence
     end[path] = total
+    depth = np.concatenate(depths)
     return Trie(
         input_ids=torch.from_numpy(np.concatenate(ids)).to(device),
-        position_ids=torch.from_numpy(np.concatenate(depths)).to(device),
+        position_ids=torch.from_numpy(depth).to(device),
         end=torch.from_numpy(end[:total].copy()).to(device),
-        segments=segments,
+        segments=_segments(depth, end[:total]),
         paths=paths,
     )
+
+
+def _segments(depth: Ids, end: Ids) -> list[Segment]:
+    """Cut a layout wherever a branch begins or ends, and where a segment gets too long."""
+    cuts = 1 + np.flatnonzero((end[1:] != end[:-1]) | (depth[1:] != depth[:-1] + 1))
+    found = []
+    for first, last in pairwise([0, *cuts.tolist(), len(end)]):
+        for start in range(first, last, LONGEST):
+            stop = min(start + LONGEST, last)
+            found.append(Segment(start, stop, int(end[start]), int(depth[start])))
+    return found
 
 
 def common_prefix(a: Ids, b: Ids) -> int:

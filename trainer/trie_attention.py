@@ -1,13 +1,15 @@
 """Attention over a token trie, segment by segment.
 
-Each segment of the trie attends to the keys of its own path from the root and to nothing else, so
-the work is that of the samples' own attention with every shared query computed once. A dense mask
-would spend N^2 instead, most of it on pairs that do not see each other. The backward pass computes
-the probabilities again, as FlashAttention does (Dao et al. 2022), so what is kept between the two
-is linear in N. Softmax and its sums are in float32 whatever the model's type.
+The keys of a segment are seen by its own tokens, causally, and by all their descendants, wholly.
+Both are contiguous stretches of the layout, so the attention of a whole trie is two calls of an
+ordinary fused attention for each segment, over slices, without a copy and without a mask: the work
+is that of the samples' own attention with every pair of tokens computed once. What different
+segments give to one query is put together by the sums of their exponentials, as FlashAttention
+does with its blocks (Dao et al. 2022); so is the backward pass, each call under the final sums.
+
+On CUDA, FlexAttention does the same in one kernel: `trainer.flex_attention`.
 """
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -16,16 +18,21 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from trainer import flex_attention
 from trainer.packing import Segment, Trie
 
 NAME = "strop_trie"
 """What models are told to attend with; without a trie it is torch's own attention."""
 
-_Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_UNSEEN = -1e30
+"""Finite, so that a query for which a window hides all of a segment has a sum, of weight 0."""
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class _TrieAttention(torch.autograd.Function):
-    """Inputs: queries (H, N, D), keys and values (G, N, D) with G dividing H."""
+    """Inputs: queries (G, J, N, D), keys and values (G, N, D): J query heads share one of keys."""
 
     @staticmethod
     def forward(
@@ -33,76 +40,105 @@ class _TrieAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        segments: list[Segment],
+        trie: Trie,
         scale: float,
         window: int | None,
     ) -> Tensor:
-        out = torch.empty_like(query)
-        heads, tokens, _ = query.shape
-        normaliser = query.new_empty((heads, tokens), dtype=torch.float32)
-        for segment in segments:
-            part = slice(segment.start, segment.stop)
-            scores = _scores(query[:, part], key[:, segment.path], segment, scale, window)
-            total = torch.logsumexp(scores, dim=-1, keepdim=True)
-            normaliser[:, part] = total.reshape(heads, -1)
-            weights = torch.exp(scores - total).to(value.dtype)
-            out[:, part] = _ungroup(weights @ value[:, segment.path], heads)
-        ctx.save_for_backward(query, key, value, out, normaliser)
-        ctx.segments, ctx.scale, ctx.window = segments, scale, window
+        groups, shared, tokens, _ = query.shape
+        # Every token is in the segment it belongs to, so all of both is written.
+        out = query.new_empty(query.shape, dtype=torch.promote_types(query.dtype, torch.float32))
+        total = out.new_empty((groups, shared, tokens))
+        for segment in trie.segments:
+            keys, values = (_shared(t, segment, shared) for t in (key, value))
+            for part, causal in _parts(segment):
+                seen, logs = _forward(
+                    query[:, :, part],
+                    keys,
+                    values,
+                    0.0,
+                    causal,
+                    attn_mask=_window_mask(trie, segment, part, window, query.dtype),
+                    scale=scale,
+                )
+                if segment.depth == 0:
+                    # The first keys that these queries see.
+                    out[:, :, part], total[:, :, part] = seen, logs
+                else:
+                    _add(out[:, :, part], total[:, :, part], seen, logs)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, total)
+        ctx.trie, ctx.scale, ctx.window = trie, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        query, key, value, out, normaliser = cast(_Saved, ctx.saved_tensors)
-        heads, groups = query.shape[0], key.shape[0]
-        grad_query = torch.empty_like(query)
-        grad_key = torch.zeros(key.shape, dtype=torch.float32, device=key.device)
-        grad_value = torch.zeros_like(grad_key)
-        # Row sums of weights * d(weights), which the derivative of a softmax needs.
-        inner = (grad * out).sum(-1, dtype=torch.float32)
-        for segment in ctx.segments:
-            part, path = slice(segment.start, segment.stop), segment.path
-            keys, values = key[:, path], value[:, path]
-            asked, given = _group(query[:, part], groups), _group(grad[:, part], groups)
-            scores = _scores(query[:, part], keys, segment, ctx.scale, ctx.window)
-            weights = torch.exp(scores - normaliser[:, part].reshape(groups, -1, 1))
-            grad_value.index_add_(
-                1, path, (weights.to(given.dtype).transpose(1, 2) @ given).float()
-            )
-            slope = (given @ values.transpose(1, 2)).float()
-            slope = (slope - inner[:, part].reshape(groups, -1, 1)) * weights * ctx.scale
-            slope = slope.to(key.dtype)
-            grad_query[:, part] = _ungroup(slope @ keys, heads)
-            grad_key.index_add_(1, path, (slope.transpose(1, 2) @ asked).float())
-        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None, None
+        query, key, value, out, total = cast(tuple[Tensor, ...], ctx.saved_tensors)
+        trie, shared = ctx.trie, query.shape[1]
+        grad_query = torch.zeros(query.shape, dtype=total.dtype)
+        grad_key, grad_value = (torch.zeros(t.shape, dtype=total.dtype) for t in (key, value))
+        for segment in trie.segments:
+            own = slice(segment.start, segment.stop)
+            keys, values = (_shared(t, segment, shared) for t in (key, value))
+            for part, causal in _parts(segment):
+                to_query, to_keys, to_values = _backward(
+                    grads[0][:, :, part],
+                    query[:, :, part],
+                    keys,
+                    values,
+                    out[:, :, part],
+                    total[:, :, part],
+                    0.0,
+                    causal,
+                    attn_mask=_window_mask(trie, segment, part, ctx.window, query.dtype),
+                    scale=ctx.scale,
+                )
+                grad_query[:, :, part] += to_query
+                grad_key[:, own] += to_keys.sum(1)
+                grad_value[:, own] += to_values.sum(1)
+        return (
+            grad_query.to(query.dtype),
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            None,
+            None,
+            None,
+        )
 
 
-def _group(tensor: Tensor, groups: int) -> Tensor:
-    """(H, n, D) → (G, H / G * n, D): query heads that share a key head side by side."""
-    return tensor.reshape(groups, -1, tensor.shape[-1])
+def _parts(segment: Segment) -> list[tuple[slice, bool]]:
+    """Who sees the keys of a segment: itself, causally, and what descends from it."""
+    parts = [(slice(segment.start, segment.stop), True)]
+    if segment.end > segment.stop:
+        parts.append((slice(segment.stop, segment.end), False))
+    return parts
 
 
-def _ungroup(tensor: Tensor, heads: int) -> Tensor:
-    return tensor.reshape(heads, -1, tensor.shape[-1])
+def _shared(tensor: Tensor, segment: Segment, heads: int) -> Tensor:
+    """Keys or values of a segment, (G, n, D) → (G, J, n, D) without a copy."""
+    return tensor[:, None, segment.start : segment.stop].expand(-1, heads, -1, -1)
 
 
-def _scores(
-    query: Tensor, keys: Tensor, segment: Segment, scale: float, window: int | None
-) -> Tensor:
-    """Scaled scores of a segment's queries against its path, (G, H / G * n, D), -inf if unseen."""
-    groups, depth = keys.shape[0], keys.shape[1]
-    own = segment.stop - segment.start
-    scores = (_group(query, groups) @ keys.transpose(1, 2)).float() * scale
-    seen_by = scores.view(groups, -1, own, depth)
-    # Query i of the segment is at depth `depth - own + i` and sees no deeper key ...
-    later = torch.ones((own, own), dtype=torch.bool, device=keys.device).triu_(1)
-    seen_by[..., depth - own :].masked_fill_(later, -torch.inf)
-    if window is not None and depth > window:
-        # ... and in a layer with a sliding window none further away than that.
-        far = torch.ones((own, depth), dtype=torch.bool, device=keys.device)
-        seen_by.masked_fill_(far.tril_(depth - own - window), -torch.inf)
-    return scores
+def _add(out: Tensor, total: Tensor, seen: Tensor, logs: Tensor) -> None:
+    """Put attention over further keys together with what was seen before, in place."""
+    both = torch.logaddexp(total, logs)
+    out.mul_(torch.exp(total - both)[..., None]).addcmul_(
+        seen.to(out.dtype), torch.exp(logs - both)[..., None]
+    )
+    total.copy_(both)
+
+
+def _window_mask(
+    trie: Trie, segment: Segment, part: slice, window: int | None, dtype: torch.dtype
+) -> Tensor | None:
+    """0 where a query is less than `window` deeper than a key; None where all of them are."""
+    if window is None:
+        return None
+    keys = trie.position_ids[segment.start : segment.stop]
+    queries = trie.position_ids[part]
+    if int(queries.max()) - segment.depth < window:
+        return None
+    far = queries[:, None] - keys[None, :] >= window
+    return torch.zeros(far.shape, dtype=dtype).masked_fill_(far, _UNSEEN)[None, None]
 
 
 def attend(
@@ -140,9 +176,20 @@ def attend(
         if options.get(name) is not None:
             raise NotImplementedError(f"attention over a trie has no {name}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    apply = cast(Callable[..., Tensor], _TrieAttention.apply)
-    out = apply(query[0], key[0], value[0], trie.segments, scale, sliding_window)
-    return out.transpose(0, 1).contiguous()[None], None
+    by = flex_attention.attend if query.is_cuda else by_segments
+    out = by(trie, query, key, value, scale, sliding_window)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def by_segments(
+    trie: Trie, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attention on a CPU: queries (1, H, N, D), keys and values (1, G, N, D) → (1, H, N, D)."""
+    _, heads, tokens, width = query.shape
+    groups = key.shape[1]
+    grouped = query[0].view(groups, heads // groups, tokens, width)
+    out = cast(Any, _TrieAttention.apply)(grouped, key[0], value[0], trie, scale, window)
+    return cast(Tensor, out).reshape(1, heads, tokens, width)
 
 
 AttentionInterface.register(NAME, attend)
