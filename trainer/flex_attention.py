@@ -5,7 +5,7 @@ work grows with the pairs of tokens that see each other, and nothing of N x N is
 """
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def attend(
 
 def block_mask(trie: Trie, window: int | None) -> BlockMask:
     """The block mask of a trie, made once for all layers with the same window."""
-    kept: dict[int | None, Any] = trie.masks
+    kept: dict[int | None, BlockMask] = trie.masks
     if window not in kept:
         tokens = len(trie.input_ids)
         device = trie.input_ids.device
@@ -62,7 +62,10 @@ def rule(trie: Trie, window: int | None) -> Rule:
     def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key])
 
+    if window is None:
+        return causal
+
     def windowed(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key]) & (depth[query] - depth[key] < window)
 
-    return causal if window is None else windowed
+    return windowed
