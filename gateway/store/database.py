@@ -50,6 +50,10 @@ class Database:
         with self._write_engine.begin() as connection:
             yield connection
 
+    def connect_to_write(self) -> Connection:
+        """A connection to be kept, whose every transaction is one of `write()`."""
+        return self._write_engine.connect()
+
     def migrate(self, revision: str = "head") -> None:
         """Bring the schema to `revision`, under a lock, so that several processes may ask."""
         if self.is_sqlite and self.url.database and self.url.database != ":memory:":

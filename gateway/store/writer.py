@@ -1,18 +1,20 @@
 """Group commit: everything that is written at about the same time shares one transaction."""
 
 import asyncio
+import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Insert, bindparam, func, select, text, update
+from sqlalchemy import Connection, bindparam, func, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 
 from gateway.store import outbox, rewards
+from gateway.store.bulk import BulkInsert
 from gateway.store.database import Database
 from gateway.store.histogram import Histogram
 from gateway.store.journal import Journal, Mover, connection_lost, packed
@@ -24,10 +26,15 @@ from gateway.store.rows import EncodedCompletion, Row, encode
 T = TypeVar("T")
 Operation = Callable[[Connection], Any]
 _Work = EncodedCompletion | RewardList | Operation
-_Item = tuple[_Work, "Future[Any]"]
+_Item = tuple[_Work, "asyncio.Future[Any]"]
+
+log = logging.getLogger("strop.writer")
 
 _DAY = 86_400.0
 _DEADLOCK_TRIES = 5
+
+_FRESH_SECONDS = 1.0
+"""After which the writer's connection is asked whether it is still there, before it is used."""
 
 _MARK_CONTINUED = (
     update(Choice)
@@ -68,6 +75,8 @@ class Writer:
         self._traced = frozenset(traced)
         """Projects whose completions and rewards go to Langfuse too."""
         self._statements = _Statements(database.is_sqlite)
+        self._connection: Connection | None = None
+        self._used_at = 0.0
         self.journal = journal
         self._mover = None
         if journal is not None:
@@ -133,13 +142,33 @@ class Writer:
         if self.full:
             raise QueueFull(f"{self._pending} writes are waiting for a commit")
         self._pending += 1
-        future: Future[Any] = Future()
+        future = asyncio.get_running_loop().create_future()
         self._queue.put((work, future))
-        try:
-            # A client that hangs up does not take its row with it.
-            return await asyncio.shield(asyncio.wrap_future(future))
-        finally:
-            self._pending -= 1
+        # A client that hangs up does not take its row with it: only its future is cancelled.
+        return await future
+
+    def _resolve(self, items: Sequence[_Item], results: Sequence[Any]) -> None:
+        """Tell those who wait; an exception among the results is raised where it is awaited."""
+        outcomes = [(future, result) for (_, future), result in zip(items, results, strict=True)]
+        while outcomes:
+            # One call into the loop for all that wait on it.
+            loop = outcomes[0][0].get_loop()
+            mine = [outcome for outcome in outcomes if outcome[0].get_loop() is loop]
+            outcomes = [outcome for outcome in outcomes if outcome[0].get_loop() is not loop]
+            try:
+                loop.call_soon_threadsafe(self._tell, mine)
+            except RuntimeError:
+                log.warning("%d writes were committed after their loop had ended", len(mine))
+
+    def _tell(self, outcomes: Sequence[tuple["asyncio.Future[Any]", Any]]) -> None:
+        self._pending -= len(outcomes)
+        for future, result in outcomes:
+            if future.done():
+                continue
+            if isinstance(result, BaseException):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
     def _run(self) -> None:
         while True:
@@ -153,6 +182,7 @@ class Writer:
         if self._mover is not None:
             self._mover.finish()
             self._mover.journal.close()
+        self._disconnect()
 
     def _gather(self) -> tuple[list[_Item], bool]:
         try:
@@ -180,39 +210,36 @@ class Writer:
                 self._mover.lost(error)
                 self._commit_to_journal(self._mover, items)
             elif len(items) == 1:
-                items[0][1].set_exception(error)
+                self._resolve(items, [error])
             else:
                 for item in items:
                     self._commit([item])
             return
-        _resolve(items, results)
+        self._resolve(items, results)
 
     def _commit_to_journal(self, mover: Mover, items: list[_Item]) -> None:
         kept: list[_Item] = []
         entries = []
         for item in items:
-            work, future = item
+            work = item[0]
             away = mover.away
             try:
                 if isinstance(work, (EncodedCompletion, RewardList)):
                     entries.append(packed(work))
                     kept.append(item)
-                elif away is not None:
-                    future.set_exception(away)
                 else:
-                    # The database is back and the journal not yet empty.
-                    future.set_result(self._transaction([work])[0])
+                    # If it is not away, the database is back and the journal not yet empty.
+                    self._resolve([item], [away or self._transaction([work])[0]])
             except Exception as error:
-                future.set_exception(error)
+                self._resolve([item], [error])
         if not kept:
             return
         try:
             mover.journal.append(entries)
         except Exception as error:
-            for _, future in kept:
-                future.set_exception(error)
+            self._resolve(kept, [error] * len(kept))
             return
-        _resolve(kept, [None] * len(kept))
+        self._resolve(kept, [None] * len(kept))
 
     def _repeated(self, works: Sequence[_Work]) -> list[Any]:
         for _ in range(_DEADLOCK_TRIES - 1):
@@ -225,7 +252,7 @@ class Writer:
 
     def _transaction(self, works: Sequence[_Work]) -> list[Any]:
         began = time.monotonic()
-        with self._database.write() as connection:
+        with self._write() as connection:
             encoded = [work for work in works if isinstance(work, EncodedCompletion)]
             if encoded:
                 self._statements.insert(connection, encoded)
@@ -256,6 +283,39 @@ class Writer:
         for kind, things in ((outbox.COMPLETION, completions), (outbox.REWARD, posted)):
             outbox.add(connection, kind, [t for t in things if t[0] in self._traced], now)
 
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        """A transaction on the connection that the thread keeps."""
+        connection = self._connection
+        if connection is not None and time.monotonic() - self._used_at > _FRESH_SECONDS:
+            connection = self._if_there(connection)
+        if connection is None:
+            connection = self._connection = self._database.connect_to_write()
+        try:
+            with connection.begin():
+                yield connection
+        except BaseException:
+            if connection.invalidated or connection.closed:
+                self._disconnect()
+            raise
+        self._used_at = time.monotonic()
+
+    def _if_there(self, connection: Connection) -> Connection | None:
+        if self._database.is_sqlite:
+            return connection
+        try:
+            with connection.begin():
+                connection.execute(text("SELECT 1"))
+        except DBAPIError:
+            self._disconnect()
+            return None
+        return connection
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
     def _ping(self) -> None:
         with self._database.read() as connection:
             connection.execute(text("SELECT 1"))
@@ -273,14 +333,6 @@ def _perform(connection: Connection, work: _Work) -> Any:
         return refusal
 
 
-def _resolve(items: list[_Item], results: list[Any]) -> None:
-    for (_, future), result in zip(items, results, strict=True):
-        if isinstance(result, RewardRefused):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
-
-
 class _Statements:
     """The multi-row statements that store completions, compiled for one dialect."""
 
@@ -288,29 +340,29 @@ class _Statements:
         insert: Callable[[type[Base]], Any] = sqlite.insert if is_sqlite else postgresql.insert
         newest = func.max if is_sqlite else func.greatest
         trajectory = insert(Trajectory)
-        self.trajectory: Insert = trajectory.on_conflict_do_update(
-            index_elements=["project", "id"],
-            set_={"updated_at": newest(Trajectory.updated_at, trajectory.excluded.updated_at)},
+        self.trajectory = BulkInsert(
+            trajectory.on_conflict_do_update(
+                index_elements=["project", "id"],
+                set_={"updated_at": newest(Trajectory.updated_at, trajectory.excluded.updated_at)},
+            )
         )
         group = insert(Group)
-        self.group: Insert = group.on_conflict_do_update(
-            index_elements=["project", "policy", "id"],
-            set_={"updated_at": newest(Group.updated_at, group.excluded.updated_at)},
+        self.group = BulkInsert(
+            group.on_conflict_do_update(
+                index_elements=["project", "policy", "id"],
+                set_={"updated_at": newest(Group.updated_at, group.excluded.updated_at)},
+            )
         )
-        self.completion: Insert = insert(Completion).on_conflict_do_nothing()
-        self.choice: Insert = insert(Choice).on_conflict_do_nothing()
+        self.completion = BulkInsert(insert(Completion).on_conflict_do_nothing())
+        self.choice = BulkInsert(insert(Choice).on_conflict_do_nothing())
 
     def insert(self, connection: Connection, encoded: list[EncodedCompletion]) -> None:
         # Groups before trajectories: in the order in which a trainer that ends a step locks them.
-        groups = _last(e.group for e in encoded if e.group)
-        if groups:
-            connection.execute(self.group, groups)
-        connection.execute(self.trajectory, _last(e.trajectory for e in encoded))
+        self.group.run(connection, _last(e.group for e in encoded if e.group))
+        self.trajectory.run(connection, _last(e.trajectory for e in encoded))
         _detach_orphans(connection, encoded)
-        connection.execute(self.completion, [e.completion for e in encoded])
-        choices = [choice for e in encoded for choice in e.choices]
-        if choices:
-            connection.execute(self.choice, choices)
+        self.completion.run(connection, [e.completion for e in encoded])
+        self.choice.run(connection, [choice for e in encoded for choice in e.choices])
         continued = [e.continued for e in encoded if e.continued]
         if continued:
             connection.execute(_MARK_CONTINUED, continued)

@@ -74,11 +74,11 @@ def make_writer(database: Database, tmp_path: Path) -> MakeWriter:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for the mover."""
-    for _ in range(1000):
+    for _ in range(6000):
         if condition():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen within ten seconds")
+    raise AssertionError("it did not happen within a minute")
 
 
 async def empty(writer: Writer) -> None:
