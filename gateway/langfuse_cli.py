@@ -115,9 +115,10 @@ def _note(database: Database, project: str, since: datetime | None, until: datet
 
 def _watch(settings: Settings, database: Database, project: str) -> None:
     from gateway.tracing.channel import Channel
+    from gateway.tracing.writes import Writes
 
     stop = threading.Event()
-    channel = Channel(database, project, settings.langfuse, settings.public_url(), stop)
+    channel = Channel(Writes(database), project, settings.langfuse, settings.public_url(), stop)
     # It sends only where no gateway holds the lease.
     thread = threading.Thread(target=channel.run, daemon=True)
     thread.start()

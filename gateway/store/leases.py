@@ -32,9 +32,9 @@ def take(connection: Connection, name: str, owner: str, seconds: float, now: flo
             index_elements=["name"],
             set_={"owner": owner, "expires": now + seconds},
             where=free,
-        )
+        ).returning(Lease.name)
     )
-    return changed.rowcount == 1
+    return changed.first() is not None
 
 
 def give_back(connection: Connection, name: str, owner: str) -> None:

@@ -161,5 +161,6 @@ def backfill(
             model.project == project, model.trajectory_id.in_(ids)
         )
         statement = insert(OutboxEntry).from_select(["project", "kind", "ref", "at"], source)
-        count += connection.execute(statement).rowcount
+        options = {"preserve_rowcount": True}
+        count += connection.execute(statement, execution_options=options).rowcount
     return count, ids[-1] if len(ids) == limit else None

@@ -5,10 +5,12 @@ import threading
 import time
 from collections.abc import Callable
 
-from gateway.store import Database, leases
+from gateway.store import leases
 from gateway.tracing.exporter import Exporter
+from gateway.tracing.poller import Poller
 from gateway.tracing.sender import Sender
 from gateway.tracing.settings import LangfuseSettings
+from gateway.tracing.writes import Writes, lower_priority
 
 log = logging.getLogger("strop.langfuse")
 
@@ -21,13 +23,13 @@ class Channel:
 
     def __init__(
         self,
-        database: Database,
+        writes: Writes,
         project: str,
         settings: LangfuseSettings,
         public_url: str,
         stop: threading.Event,
     ):
-        self._database = database
+        self._writes = writes
         self._settings = settings
         self._stop = stop
         self._owner = leases.new_owner()
@@ -35,10 +37,12 @@ class Channel:
         self._held_until = 0.0
         config = settings.projects[project]
         self._exporter = Exporter(config, settings.environment, settings.timeout)
-        self.sender = Sender(database, project, self._exporter, public_url)
+        self.sender = Sender(writes, project, self._exporter, public_url)
+        self.poller = Poller(writes, project, self._exporter, settings)
 
     def run(self) -> None:
         """Send until `stop` is set, then for up to `drain_seconds` more."""
+        lower_priority()
         self._forever(self.sender.start)
         while not self._stop.is_set():
             busy = self._forever(self._step)
@@ -60,14 +64,17 @@ class Channel:
         if not self._hold():
             self._stop.wait(2.0)
             return False
-        return self.sender.step() > 0
+        busy = self.sender.step() > 0
+        self.poller.step()
+        return busy
 
     def _hold(self) -> bool:
         now = time.monotonic()
         if now < self._held_until:
             return True
-        with self._database.write() as connection:
-            held = leases.take(connection, self._name, self._owner, _LEASE_SECONDS, time.time())
+        held = self._writes.run(
+            lambda c: leases.take(c, self._name, self._owner, _LEASE_SECONDS, time.time())
+        )
         self._held_until = now + _LEASE_SECONDS / 4 if held else 0.0
         return held
 
@@ -81,7 +88,6 @@ class Channel:
                 if sender.step() == 0 and sender.failures == 0:
                     break
                 time.sleep(max(0.0, min(sender.not_before - time.monotonic(), 1.0)))
-            with self._database.write() as connection:
-                leases.give_back(connection, self._name, self._owner)
+            self._writes.run(lambda c: leases.give_back(c, self._name, self._owner))
         except Exception:
             log.exception("the rest is sent to Langfuse after the next start")

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import importlib.util
 import logging
-import os
 import sys
 import threading
 
@@ -20,7 +19,6 @@ from gateway.tracing.settings import LangfuseSettings
 
 log = logging.getLogger("strop.langfuse")
 
-_NICE = 10
 _RESTART_SECONDS = 2.0
 
 
@@ -94,7 +92,6 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICE)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     line = sys.stdin.readline()
     if not line:
@@ -114,10 +111,13 @@ def _until_closed(stop: threading.Event) -> None:
 def run(job: Job, stop: threading.Event) -> None:
     """Exchange with the Langfuse of every project until `stop` is set."""
     from gateway.tracing.channel import Channel
+    from gateway.tracing.writes import Writes, relax
 
     database = Database(job.database_url)
+    relax(database)
+    writes = Writes(database)
     channels = [
-        Channel(database, project, job.langfuse, job.public_url, stop)
+        Channel(writes, project, job.langfuse, job.public_url, stop)
         for project in job.langfuse.projects
     ]
     threads = [threading.Thread(target=channel.run) for channel in channels]
@@ -125,4 +125,5 @@ def run(job: Job, stop: threading.Event) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    writes.close()
     database.dispose()

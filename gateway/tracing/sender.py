@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from sqlalchemy import Connection
 from sqlalchemy.dialects import postgresql, sqlite
 
-from gateway.store import Database, outbox
+from gateway.store import outbox
 from gateway.store.outbox import Entry
 from gateway.store.tracing_models import LangfuseTrace
 from gateway.tracing.content import size
 from gateway.tracing.exporter import Exporter, Refused, TryAgain
 from gateway.tracing.observations import Observation, observations
 from gateway.tracing.scores import Score, scores
+from gateway.tracing.writes import Writes
 
 log = logging.getLogger("strop.langfuse")
 
@@ -49,14 +50,15 @@ class Sender:
 
     def __init__(
         self,
-        database: Database,
+        writes: Writes,
         project: str,
         exporter: Exporter,
         public_url: str,
         batch: int = BATCH,
     ):
         self.project = project
-        self._database = database
+        self._writes = writes
+        self._database = writes.database
         self._exporter = exporter
         self._public_url = public_url
         self._batch = batch
@@ -69,8 +71,7 @@ class Sender:
 
     def start(self) -> None:
         """Note in the database that the project is traced."""
-        with self._database.write() as connection:
-            outbox.trace_project(connection, self.project)
+        self._writes.run(lambda c: outbox.trace_project(c, self.project))
 
     def step(self) -> int:
         """Send what waits, at most a batch; returns how many entries were settled."""
@@ -102,8 +103,7 @@ class Sender:
         for part in found:
             self._deliver(part, self._export_scores, score_rows)
         if gone:
-            with self._database.write() as connection:
-                outbox.delivered(connection, gone)
+            self._writes.run(lambda c: outbox.delivered(c, gone))
         return len(entries)
 
     def _spans(
@@ -151,11 +151,17 @@ class Sender:
                     row for name in names for row in rows.get(name or "", ())
                 )
         bad = {row for found in wrong.values() for row in found}
-        with self._database.write() as connection:
-            self._remember_traces(connection, part.things)
+        traces = self._traces_of(part.things)
+
+        def settle(connection: Connection) -> None:
+            if traces:
+                insert = sqlite.insert if self._database.is_sqlite else postgresql.insert
+                connection.execute(insert(LangfuseTrace).on_conflict_do_nothing(), traces)
             outbox.delivered(connection, [row for row in part.rows if row not in bad])
             for error, found in wrong.items():
                 outbox.refused(connection, found, error)
+
+        self._writes.run(settle)
 
     def _halve(
         self,
@@ -190,20 +196,12 @@ class Sender:
             if isinstance(score, Score) and score.body is None:
                 self._exporter.delete_score(score.id)
 
-    def _remember_traces(
-        self, connection: Connection, things: Sequence[Observation | Score]
-    ) -> None:
-        places = sorted(
-            {(t.trace_id, t.trajectory_id) for t in things if isinstance(t, Observation)}
-        )
-        if not places:
-            return
-        dialect = sqlite if self._database.is_sqlite else postgresql
-        rows = [
+    def _traces_of(self, things: Sequence[Observation | Score]) -> list[dict[str, str]]:
+        places = {(t.trace_id, t.trajectory_id) for t in things if isinstance(t, Observation)}
+        return [
             {"project": self.project, "trace_id": trace, "trajectory_id": trajectory}
-            for trace, trajectory in places
+            for trace, trajectory in sorted(places)
         ]
-        connection.execute(dialect.insert(LangfuseTrace).on_conflict_do_nothing(), rows)
 
     def _wait(self, error: TryAgain) -> None:
         self.failures += 1

@@ -13,6 +13,7 @@ from gateway.store.writer import Writer
 from gateway.tracing.exporter import Exporter
 from gateway.tracing.sender import Sender
 from gateway.tracing.settings import LangfuseProject
+from gateway.tracing.writes import Writes
 from tests.fake_langfuse import FakeLangfuse
 from tests.store.conftest import captured as captured
 from tests.store.conftest import empty_url as empty_url
@@ -58,7 +59,7 @@ def make_sender(database: Database, langfuse: FakeLangfuse) -> Iterator[MakeSend
 
     def make(batch: int = 200, **options: Any) -> Sender:
         exporters.append(Exporter(keys(langfuse, **options), timeout=5.0))
-        found = Sender(database, DEFAULT_PROJECT, exporters[-1], PAGE, batch)
+        found = Sender(Writes(database), DEFAULT_PROJECT, exporters[-1], PAGE, batch)
         found.start()
         return found
 

@@ -21,6 +21,7 @@ from gateway.store.writer import Writer
 from gateway.tracing import ids
 from gateway.tracing.channel import Channel
 from gateway.tracing.settings import LangfuseSettings
+from gateway.tracing.writes import Writes
 from tests.fake_langfuse import FakeLangfuse
 from tests.fake_vllm import FakeVllm
 from tests.gateway.conftest import toy_base as toy_base
@@ -143,7 +144,7 @@ async def test_of_several_processes_one_sends_and_another_takes_over(
 ):
     settings = LangfuseSettings(projects={"default": keys(langfuse)}, send_seconds=0.01)
     stops = [threading.Event(), threading.Event()]
-    channels = [Channel(database, "default", settings, PAGE, stop) for stop in stops]
+    channels = [Channel(Writes(database), "default", settings, PAGE, stop) for stop in stops]
     threads = [threading.Thread(target=channel.run) for channel in channels]
     try:
         threads[0].start()

@@ -219,7 +219,7 @@ async def test_what_a_step_made_of_it_is_added_when_it_is_known(
             Use(item.id, 0, "t", "g", 1.0, 0.875, 2, None),
             Use(other.id, 0, "u", "g", 1.0, None, 0, "stale"),
         ]
-        _settle(connection, "default", step, [], uses)
+        _settle(connection, "default", "agent", step, [], uses)
     await drain(sender)
     after = langfuse.generation(item.id)
     assert (after.metadata["step"], after.metadata["advantage"]) == (step, 0.875)

@@ -1,0 +1,42 @@
+"""The way back: from a trace or observation of Langfuse's to what it stands for."""
+
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, select
+
+from gateway.store.models import Completion
+from gateway.store.tracing_models import LangfuseTrace
+from gateway.tracing import ids
+
+
+@dataclass(slots=True, frozen=True)
+class Target:
+    """A completion, or a whole trajectory."""
+
+    trajectory_id: str
+    completion_id: str | None = None
+
+
+def target_of(
+    connection: Connection, project: str, trace_id: str | None, observation_id: str | None
+) -> Target | None:
+    """What a score on a trace, or on an observation in it, judges; None if nothing of strop's."""
+    query = select(LangfuseTrace.trajectory_id).where(
+        LangfuseTrace.project == project, LangfuseTrace.trace_id == trace_id
+    )
+    inside = sorted(connection.execute(query).scalars())
+    if observation_id is None:
+        own = [t for t in inside if trace_id in (t, ids.trace_id(project, t))]
+        # Of a caller's trace with one trajectory in it, that one is meant.
+        chosen = own or (inside if len(inside) == 1 else [])
+        return Target(chosen[0]) if chosen else None
+    for trajectory_id in inside:
+        if ids.agent_id(project, trajectory_id) == observation_id:
+            return Target(trajectory_id)
+    completions = select(Completion.id, Completion.trajectory_id).where(
+        Completion.project == project, Completion.trajectory_id.in_(inside)
+    )
+    for row in connection.execute(completions):
+        if ids.generation_id(row.id) == observation_id:
+            return Target(row.trajectory_id, row.id)
+    return None

@@ -1,0 +1,66 @@
+"""The whole round, out and in, on SQLite and on PostgreSQL."""
+
+import asyncio
+import time
+
+from gateway.store import Database, leases, outbox, queries
+from gateway.store.rewards import NewReward
+from gateway.store.writer import Writer
+from gateway.tracing import ids
+from gateway.tracing.exporter import Exporter
+from gateway.tracing.poller import Poller
+from gateway.tracing.sender import Sender
+from gateway.tracing.settings import LangfuseSettings, ScoreMap
+from gateway.tracing.writes import Writes, relax
+from tests.fake_langfuse import FakeLangfuse
+from tests.store.conftest import Captured
+from tests.tracing.conftest import PAGE, drain, keys
+
+
+async def test_out_and_in_again(empty_url: str, langfuse: FakeLangfuse, captured: Captured):
+    database = Database(empty_url)
+    database.migrate()
+    relax(database)
+    writer = Writer(database, traced=["default"])
+    writer.start()
+    items = [captured(f"t{n}") for n in range(5)]
+    await asyncio.gather(*(writer.store(item) for item in items))
+    await writer.post_rewards("default", [NewReward(1.0, completion_id=items[0].id)])
+    await writer.close()
+    exporter, writes = Exporter(keys(langfuse)), Writes(database)
+    sender = Sender(writes, "default", exporter, PAGE)
+    sender.start()
+    sender.start()
+    with database.read() as connection:
+        (before,) = outbox.lag(connection, time.time())
+    assert (before.waiting, before.oldest_seconds < 60) == (6, True)
+    await drain(sender)
+    assert (len(langfuse.spans), len(langfuse.scores)) == (10, 1)
+    settings = LangfuseSettings(scores={"quality": ScoreMap(reward="q")}, compare_seconds=1e-9)
+    poller = Poller(writes, "default", exporter, settings)
+    score = langfuse.annotate(ids.trace_id("default", "t1"), ids.generation_id(items[1].id))
+    seen = []
+    for value in (1.0, 0.5, None):
+        if value is None:
+            del langfuse.scores[score["id"]]
+        else:
+            langfuse.edit(score["id"], value=value)
+        poller.not_before = 0.0
+        await asyncio.to_thread(poller.step)
+        with database.read() as connection:
+            found = queries.rewards_of(connection, "default", "t1", None)
+        seen.append([(reward.name, reward.reward, reward.completion_id) for reward in found])
+    assert seen == [[("q", 1.0, items[1].id)], [("q", 0.5, items[1].id)], []]
+    with database.write() as connection:
+        assert leases.take(connection, "x", "elsewhere/1/1", 10.0, 0.0)
+        assert not leases.take(connection, "x", "elsewhere/1/2", 10.0, 5.0)
+        assert leases.take(connection, "x", "elsewhere/1/2", 10.0, 11.0)
+        backfilled = outbox.backfill(
+            connection, "default", since=0.0, until=2e9, after="", limit=100, now=1.0
+        )
+        assert backfilled == (8, None)
+    await drain(sender)
+    assert (len(langfuse.spans), len(langfuse.scores)) == (10, 1)
+    writes.close()
+    exporter.close()
+    database.dispose()
