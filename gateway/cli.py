@@ -1,7 +1,6 @@
 """The `strop` command."""
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -9,10 +8,12 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
 from rich.table import Table
 
-from gateway.client import ApiFailed, call
+from gateway.commands.doctor import doctor
+from gateway.commands.log import group_app, reward, trajectory_app
+from gateway.commands.shared import URL, AsJson, PolicyName, Url, ask, err, out, show_json
+from gateway.commands.status import status
 from gateway.export_cli import data_app
 from gateway.keys_cli import keys_app
 from gateway.langfuse_cli import langfuse_app
@@ -30,13 +31,12 @@ app.add_typer(step_app, name="step", no_args_is_help=True)
 app.add_typer(keys_app, name="keys", no_args_is_help=True)
 app.add_typer(langfuse_app, name="langfuse", no_args_is_help=True)
 app.add_typer(data_app)
-
-out = Console()
-err = Console(stderr=True)
-
-Url = Annotated[str, typer.Option("--url", envvar="STROP_URL", help="The gateway's address.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
-_URL = "http://127.0.0.1:8000"
+app.add_typer(trajectory_app, name="trajectory", no_args_is_help=True)
+app.add_typer(group_app, name="group", no_args_is_help=True)
+app.command()(status)
+app.command()(doctor)
+# A reward of -1 is no option.
+app.command(context_settings={"ignore_unknown_options": True})(reward)
 
 
 def _settings() -> Settings:
@@ -48,14 +48,6 @@ def _settings() -> Settings:
             what = f"The setting {name} is wrong:" if name else "The settings are wrong:"
             err.print(f"[red]{what}[/] {item['msg']}", highlight=False)
         raise typer.Exit(2) from None
-
-
-def _ask(url: str, path: str, body: Any = None) -> Any:
-    try:
-        return call(url, path, body)
-    except ApiFailed as error:
-        err.print(f"[red]Error:[/] {error}", highlight=False)
-        raise typer.Exit(1) from None
 
 
 @app.command()
@@ -137,29 +129,12 @@ def migrate() -> None:
     out.print(f"The schema of {settings.url().split('@')[-1]} is up to date.", highlight=False)
 
 
-@app.command()
-def status(url: Url = _URL, as_json: AsJson = False) -> None:
-    """Whether requests would be answered, and what is wrong if not."""
-    answer = _ask(url, "/readyz")
-    if as_json:
-        out.print_json(json.dumps(answer))
-        return
-    out.print("[green]ready[/]" if answer["ready"] else "[red]not ready[/]")
-    for problem in answer["problems"]:
-        out.print(f"  - {problem}", highlight=False)
-    for name, failure in answer["failed_versions"].items():
-        out.print(f"  - {name} failed its probe: {failure.get('error')}", highlight=False)
-    for replica in answer["replicas"]:
-        serves = ", ".join(replica["serves"]) or replica["error"]
-        out.print(f"  {replica['url']}: {serves}", highlight=False)
-
-
 @policy_app.command("list")
-def list_policies(url: Url = _URL, as_json: AsJson = False) -> None:
+def list_policies(url: Url = URL, as_json: AsJson = False) -> None:
     """All policies."""
-    answer = _ask(url, "/v1/policies")
+    answer = ask(url, "/v1/policies")
     if as_json:
-        out.print_json(json.dumps(answer))
+        show_json(answer)
         return
     table = Table("policy", "serves", "trains from", "loaded", "state", "base model")
     for policy in answer["data"]:
@@ -175,12 +150,12 @@ def list_policies(url: Url = _URL, as_json: AsJson = False) -> None:
 
 
 @policy_app.command("show")
-def show_policy(name: str, url: Url = _URL, as_json: AsJson = False) -> None:
+def show_policy(name: PolicyName, url: Url = URL, as_json: AsJson = False) -> None:
     """A policy's versions, with the results of their probes."""
-    policy = _ask(url, f"/v1/policies/{name}")
-    versions = _ask(url, f"/v1/policies/{name}/versions")["data"]
+    policy = ask(url, f"/v1/policies/{name}")
+    versions = ask(url, f"/v1/policies/{name}/versions")["data"]
     if as_json:
-        out.print_json(json.dumps({**policy, "versions": versions}))
+        show_json({**policy, "versions": versions})
         return
     out.print(
         f"{name} serves @{policy['alias']}, trains from @{policy['head']}, "
@@ -224,21 +199,17 @@ def _probe(result: dict[str, Any] | None) -> str:
 
 
 @policy_app.command("rollback")
-def roll_back(name: str, version: int, url: Url = _URL) -> None:
+def roll_back(name: PolicyName, version: int, url: Url = URL, as_json: AsJson = False) -> None:
     """Serve an earlier version now, and let training go on from it."""
-    policy = _ask(url, f"/v1/policies/{name}/rollback", {"version": version})
+    what = f"Loading and proving @{version} on every replica"
+    policy = ask(url, f"/v1/policies/{name}/rollback", {"version": version}, what=what)
+    if as_json:
+        show_json(policy)
+        return
     out.print(f"{name} serves @{policy['alias']} now and trains from it.", highlight=False)
 
 
 register(policy_app)
-
-
-@app.command()
-def reward(completion_id: str, value: float, url: Url = _URL, comment: str | None = None) -> None:
-    """Post a reward against a completion."""
-    body = {"completion_id": completion_id, "reward": value, "comment": comment}
-    answer = _ask(url, "/v1/rewards", body)
-    out.print(f"{answer['id']}: {answer['reward']} for {completion_id}", highlight=False)
 
 
 if __name__ == "__main__":

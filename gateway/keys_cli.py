@@ -1,25 +1,28 @@
 """`strop keys …`: made on the machine of the database, for there is no key to ask with yet."""
 
 import time
-from typing import Annotated
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from gateway.commands.shared import AsJson, err, out, show_json
 from gateway.settings import Settings
 from gateway.store import Database, keys
 from gateway.store.models import DEFAULT_PROJECT
 
 keys_app = typer.Typer(help="Who may ask, and for what.")
-out = Console()
-err = Console(stderr=True)
 
 
 def _database() -> Database:
     database = Database(Settings().url())
     database.migrate()
     return database
+
+
+def _shown(key: keys.Key) -> dict[str, Any]:
+    return {"object": "key", **asdict(key), "scopes": sorted(key.scopes)}
 
 
 @keys_app.command("create")
@@ -29,6 +32,7 @@ def create_key(
         str, typer.Option(help=f"Comma-separated, of {', '.join(keys.SCOPES)}.")
     ] = "inference,reward,read",
     name: Annotated[str, typer.Option(help="To tell it from others.")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Make a key. It is shown this once; only its digest is kept."""
     scopes = [part.strip() for part in scope.split(",") if part.strip()]
@@ -38,15 +42,21 @@ def create_key(
     except ValueError as error:
         err.print(f"[red]Error:[/] {error}", highlight=False)
         raise typer.Exit(2) from None
+    if as_json:
+        show_json({**_shown(key), "key": secret})
+        return
     err.print(f"{key.id} for the project {project}: {', '.join(sorted(key.scopes))}")
     typer.echo(secret)
 
 
 @keys_app.command("list")
-def list_keys() -> None:
+def list_keys(as_json: AsJson = False) -> None:
     """All keys, without their secrets."""
     with _database().read() as connection:
         found = keys.listing(connection)
+    if as_json:
+        show_json({"object": "list", "data": [_shown(key) for key in found]})
+        return
     table = Table("key", "project", "name", "scopes", "made", "state")
     for key in found:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_at))
@@ -56,11 +66,14 @@ def list_keys() -> None:
 
 
 @keys_app.command("revoke")
-def revoke_key(key_id: str) -> None:
+def revoke_key(key_id: str, as_json: AsJson = False) -> None:
     """Make a key worthless, within a few seconds."""
     with _database().write() as connection:
         revoked = keys.revoke(connection, key_id)
     if not revoked:
         err.print(f"[red]Error:[/] no valid key {key_id}; `strop keys list` lists them.")
         raise typer.Exit(1)
+    if as_json:
+        show_json({"object": "key", "id": key_id, "revoked": True})
+        return
     out.print(f"{key_id} is revoked.")

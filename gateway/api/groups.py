@@ -10,7 +10,7 @@ from sqlalchemy import Connection, update
 
 from gateway.errors import not_found
 from gateway.gateway import Gateway, gateway_of
-from gateway.store import queries
+from gateway.store import group_view, queries
 from gateway.store.models import Group
 
 router = APIRouter(tags=["groups"])
@@ -40,6 +40,27 @@ async def list_groups(
         "data": [{"object": "group", **asdict(group)} for group in found],
         "has_more": len(found) == limit,
     }
+
+
+@router.get("/v1/groups/{group_id}")
+async def retrieve_group(
+    group_id: str,
+    gateway: Strop,
+    policy: Annotated[str | None, Query(description="If two have groups of this id.")] = None,
+    limit: Annotated[int, Query(ge=1, le=256)] = 32,
+) -> dict[str, Any]:
+    """A group with its members side by side, those that were worth most first."""
+
+    def read() -> group_view.GroupView | None:
+        with gateway.database.read() as connection:
+            return group_view.view(connection, gateway.project, group_id, policy, limit)
+
+    found = await asyncio.to_thread(read)
+    if found is None:
+        raise not_found("group", group_id, "GET /v1/groups lists them.")
+    shown = asdict(found)
+    del shown["project"]
+    return {"object": "group", **shown}
 
 
 @router.post("/v1/groups/{group_id}/close")

@@ -11,7 +11,7 @@ from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event, make_url
 from sqlalchemy.engine import URL
 
-_MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
+MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
 _LIMITS = {
     "connect_timeout": 3,
@@ -59,7 +59,7 @@ class Database:
         if self.is_sqlite and self.url.database and self.url.database != ":memory:":
             Path(self.url.database).parent.mkdir(parents=True, exist_ok=True)
         config = Config()
-        config.set_main_option("script_location", str(_MIGRATIONS))
+        config.set_main_option("script_location", str(MIGRATIONS))
         with self.write() as connection:
             if not self.is_sqlite:
                 connection.exec_driver_sql("SELECT pg_advisory_xact_lock(7237461)")

@@ -19,6 +19,8 @@ class RequestLog:
     that is slow must not hold up the requests."""
 
     def __init__(self, form: Literal["text", "json"]):
+        # The one of now: whoever redirects it later means something else.
+        self._stream = sys.stderr
         self._line = _json if form == "json" else _text
         self._lines: list[str] = []
         self._dropped = 0
@@ -45,8 +47,8 @@ class RequestLog:
         if dropped:
             lines.append(f"{dropped} lines of the request log were dropped\n")
         if lines:
-            sys.stderr.write("".join(lines))
-            sys.stderr.flush()
+            self._stream.write("".join(lines))
+            self._stream.flush()
 
 
 def _fields(seen: Observation) -> dict[str, Any]:

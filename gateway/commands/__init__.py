@@ -1,0 +1,1 @@
+"""The families of the `strop` command, one module each."""

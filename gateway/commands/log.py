@@ -1,0 +1,215 @@
+"""`strop trajectory`, `strop group` and `strop reward`: the log, as people read it."""
+
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.markup import escape
+from rich.panel import Panel
+from rich.table import Table
+
+from gateway.commands.shared import (
+    URL,
+    AsJson,
+    Url,
+    ask,
+    failed,
+    number,
+    out,
+    policy_names,
+    show_json,
+    when,
+)
+
+trajectory_app = typer.Typer(help="Episodes, turn by turn.")
+group_app = typer.Typer(help="Trajectories of one task, compared with each other.")
+
+OfPolicy = Annotated[
+    str | None, typer.Option("--policy", help="Of this policy.", autocompletion=policy_names)
+]
+
+_COMPLETIONS = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+_ROLES = {"system": "magenta", "developer": "magenta", "user": "cyan", "tool": "yellow"}
+
+
+def text_of(message: Any) -> str:
+    """What a message says, its calls of tools among it."""
+    if not isinstance(message, dict):
+        return str(message)
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict)]
+        content = "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in parts)
+    text = str(content or "")
+    if message.get("reasoning_content"):
+        text = f"({message['reasoning_content']})\n{text}"
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        text += f"\n→ {function.get('name')}({function.get('arguments')})"
+    return text.strip()
+
+
+@trajectory_app.command("show")
+def show_trajectory(
+    trajectory: str,
+    tokens: Annotated[bool, typer.Option(help="With --json: token ids and logprobs too.")] = False,
+    url: Url = URL,
+    as_json: AsJson = False,
+) -> None:
+    """An episode: what was said, what it was worth, and what became of it."""
+    found = ask(url, f"/v1/trajectories/{quote(trajectory, safe='')}?tokens={str(tokens).lower()}")
+    if as_json:
+        show_json(found)
+        return
+    out.print(
+        f"[bold]{escape(found['id'])}[/] of {found['policy']}, group {escape(found['group_id'])}, "
+        f"{found['split']}, {when(found['created_at'])}",
+        highlight=False,
+    )
+    out.print(fate(found), highlight=False)
+    shown = 0
+    for turn in found["completions"]:
+        for message in turn["messages"][shown:]:
+            _say(message)
+        strop = turn["strop"]
+        for choice in (turn.get("choices") or [])[:8]:
+            title = f"{strop['policy']}@{strop['version']}  {turn['id']}"
+            out.print(Panel(escape(text_of(choice["message"])), title=title, border_style="green"))
+        shown = len(turn["messages"]) + 1
+        if turn is not found["completions"][-1]:
+            # What the next turn repeats is not shown again; a thread of its own is.
+            following = found["completions"][found["completions"].index(turn) + 1]
+            if following["strop"]["parent_id"] != turn["id"]:
+                shown = 0
+        if strop["reason"]:
+            out.print(f"  not trained on: {strop['reason']}", style="yellow", highlight=False)
+    _rewards(found["rewards"])
+
+
+def _say(message: Any) -> None:
+    role = str(message.get("role", "?")) if isinstance(message, dict) else "?"
+    style = _ROLES.get(role, "green")
+    out.print(Panel(escape(text_of(message)), title=role, border_style=style))
+
+
+def fate(found: dict[str, Any]) -> str:
+    """What became of a trajectory, in a sentence."""
+    if found["state"] == "used":
+        return f"Step {found['step_id']} trained on it."
+    if found["state"] == "skipped":
+        return f"It was left out: {found['reason']}."
+    if found["split"] == "eval":
+        return "It is held out and never trained on."
+    return "It waits." if found["rewards"] else "It waits for a reward."
+
+
+def _rewards(rewards: list[dict[str, Any]]) -> None:
+    if not rewards:
+        return
+    table = Table("reward", "name", "for", "source", "when", "comment")
+    for reward in rewards:
+        table.add_row(
+            number(reward["reward"]),
+            escape(reward["name"]),
+            reward["completion_id"] or "trajectory",
+            escape(reward["source"]),
+            when(reward["created_at"]),
+            escape(reward["comment"] or ""),
+        )
+    out.print(table)
+
+
+@group_app.command("list")
+def list_groups(
+    policy: OfPolicy = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 25,
+    url: Url = URL,
+    as_json: AsJson = False,
+) -> None:
+    """Groups, the most recently active first: what waits, and why something was left out."""
+    of = f"&policy={quote(policy, safe='')}" if policy else ""
+    answer = ask(url, f"/v1/groups?limit={limit}{of}")
+    if as_json:
+        show_json(answer)
+        return
+    table = Table("group", "policy", "state", "members", "rewarded", "used", "left out", "active")
+    for group in answer["data"]:
+        reasons = ", ".join(f"{why} × {count}" for why, count in group["reasons"].items())
+        table.add_row(
+            escape(group["id"]),
+            group["policy"],
+            group["state"],
+            *(str(group[key]) for key in ("trajectories", "rewarded", "used")),
+            reasons,
+            when(group["updated_at"]),
+        )
+    out.print(table)
+
+
+@group_app.command("show")
+def show_group(
+    group: str, policy: OfPolicy = None, url: Url = URL, as_json: AsJson = False
+) -> None:
+    """The members of a group side by side, those that were worth most first."""
+    of = f"?policy={quote(policy, safe='')}" if policy else ""
+    found = ask(url, f"/v1/groups/{quote(group, safe='')}{of}")
+    if as_json:
+        show_json(found)
+        return
+    closed = ", closed" if found["closed_at"] else ""
+    out.print(f"[bold]{escape(found['id'])}[/] of {found['policy']}{closed}", highlight=False)
+    table = Table("trajectory", "version", "reward", "advantage", "state", "answer")
+    for member in found["members"]:
+        state = member["reason"] or (f"step {member['step_id']}" if member["step_id"] else "")
+        table.add_row(
+            escape(member["id"]),
+            f"@{member['version']}" if member["version"] is not None else "",
+            number(member["reward"]),
+            number(member["advantage"]),
+            f"{member['state']} {state}".strip(),
+            escape(text_of(member["answer"] or {})[:400]),
+        )
+    out.print(table)
+    if found["more"]:
+        out.print(f"and {found['more']} more")
+
+
+@group_app.command("close")
+def close_group(group: str, url: Url = URL, as_json: AsJson = False) -> None:
+    """Nothing more will come: train on what has a reward."""
+    answer = ask(url, f"/v1/groups/{quote(group, safe='')}/close", {})
+    if as_json:
+        show_json(answer)
+        return
+    out.print(f"{escape(group)} is closed.", highlight=False)
+
+
+def reward(
+    target: Annotated[str, typer.Argument(help="Id of a completion or of a trajectory.")],
+    value: Annotated[float, typer.Argument(help="What it was worth.")],
+    name: Annotated[str, typer.Option(help="Name of the reward.")] = "reward",
+    choice: Annotated[int | None, typer.Option(min=0, help="Which of `n` answers.")] = None,
+    comment: Annotated[str | None, typer.Option(help="Why.")] = None,
+    url: Url = URL,
+    as_json: AsJson = False,
+) -> None:
+    """Post a reward against a completion or a trajectory."""
+    is_completion = target.startswith(_COMPLETIONS)
+    if choice is not None and not is_completion:
+        raise failed("--choice goes with the id of a completion, which begins with chatcmpl-.")
+    body = {
+        "completion_id" if is_completion else "trajectory_id": target,
+        "reward": value,
+        "name": name,
+        "comment": comment,
+        **({"choice": choice} if choice is not None else {}),
+    }
+    answer = ask(url, "/v1/rewards", body)
+    if as_json:
+        show_json(answer)
+        return
+    kept = "" if "id" in answer else " (the database is away; it is checked when that is back)"
+    out.print(
+        f"{answer.get('id', 'kept')}: {answer['reward']:g} for {escape(target)}{kept}",
+        highlight=False,
+    )

@@ -1,0 +1,220 @@
+"""The commands that show the log, against a running gateway."""
+
+import json
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway.cli import app
+from gateway.store import training
+from gateway.store.claims import TrainablePolicy, claim_groups
+from tests.gateway.conftest import Running
+from tests.gateway.test_cli import strop_command
+
+ASK = [{"role": "user", "content": "Which [bold]file[/]?"}]
+
+
+async def episodes(strop: Running, count: int = 4) -> list[str]:
+    """A group whose members have different rewards; ids of completions."""
+    ids = []
+    for number in range(count):
+        reply = await strop.client.chat.completions.create(
+            model="agent",
+            messages=ASK,
+            max_tokens=3,
+            extra_headers={"X-Strop-Group": "g", "X-Strop-Trajectory": f"t{number}"},
+        )
+        ids.append(reply.id)
+        await strop.post("/v1/rewards", {"completion_id": reply.id, "reward": number / 4})
+    return ids
+
+
+def take_step(strop: Running) -> int:
+    """A step that used t3, and left t0 out."""
+    database = strop.gateway.database
+    policy = TrainablePolicy("default", "agent", "base", 0, None, {}, {})
+    groups = claim_groups(
+        database,
+        policy,
+        "w",
+        limit=1,
+        group_size=2,
+        settle_seconds=0,
+        deadline_seconds=1e9,
+        lease_seconds=60,
+    )
+    step = training.begin_step(database, policy, "w", {})
+    ids = {t.id: t.completions[0].id for t in groups[0].trajectories}
+    uses = [
+        training.Use(ids["t3"], 0, "t3", "g", 0.75, 1.25, 3, None),
+        training.Use(ids["t0"], 0, "t0", "g", 0.0, None, 0, "stale"),
+    ]
+    outcomes = [training.Outcome("t3", None), training.Outcome("t0", "stale")]
+    training.finish_step(
+        database,
+        policy,
+        step,
+        "w",
+        number=1,
+        adapter_path=strop.gateway.settings.artifacts() / "default" / "agent" / "000000",
+        probe={"token_ids": [], "logprobs": []},
+        metrics={"reward_mean": 0.375, "loss": -0.1, "groups": 1},
+        groups=groups,
+        outcomes=outcomes,
+        uses=uses,
+    )
+    return step
+
+
+async def test_a_trajectory_is_shown_as_it_was_said(strop: Running):
+    (completion, *_) = await episodes(strop, 1)
+    shown = (await strop_command(strop, "trajectory", "show", "t0")).output
+    assert "Which [bold]file[/]?" in shown
+    assert completion in shown
+    assert "It waits." in shown
+    found = json.loads((await strop_command(strop, "trajectory", "show", "t0", "--json")).output)
+    assert found["completions"][0]["id"] == completion
+    assert "tokens" not in found["completions"][0]
+    with_tokens = await strop_command(strop, "trajectory", "show", "t0", "--json", "--tokens")
+    assert len(json.loads(with_tokens.output)["completions"][0]["tokens"][0]["token_ids"]) == 3
+    missing = await strop_command(strop, "trajectory", "show", "nobody")
+    assert missing.exit_code == 1
+    assert "x-strop-trajectory" in missing.output
+
+
+async def test_groups_are_listed_shown_and_closed(strop: Running):
+    await episodes(strop)
+    step = take_step(strop)
+    listed = (await strop_command(strop, "group", "list", "--policy", "agent")).output
+    assert re.search(r"g +│ agent +│ open +│ 4 +│ 4 +│ 1 +│ stale × 1", listed)
+    shown = (await strop_command(strop, "group", "show", "g")).output
+    assert shown.index("t3") < shown.index("t0")
+    assert f"used step {step}" in shown
+    assert "skipped stale" in shown
+    members = json.loads((await strop_command(strop, "group", "show", "g", "--json")).output)
+    assert [m["id"] for m in members["members"]] == ["t3", "t2", "t1", "t0"]
+    first = members["members"][0]
+    assert (first["reward"], first["advantage"]) == (0.75, 1.25)
+    assert first["answer"]["role"] == "assistant"
+    closed = await strop_command(strop, "group", "close", "g")
+    assert "g is closed" in closed.output
+    assert json.loads((await strop_command(strop, "group", "list", "--json")).output)["data"][0][
+        "closed_at"
+    ]
+    assert (await strop_command(strop, "group", "show", "nobody")).exit_code == 1
+
+
+async def test_steps_are_listed_and_shown(strop: Running):
+    await episodes(strop)
+    step = take_step(strop)
+    assert "0.3750" in (await strop_command(strop, "step", "list", "agent")).output
+    shown = (await strop_command(strop, "step", "show", str(step))).output
+    assert "reward_mean" in shown
+    assert "stale" in shown
+    found = json.loads((await strop_command(strop, "step", "show", str(step), "--json")).output)
+    assert [use["tokens"] for use in found["uses"]] == [3, 0]
+
+
+async def test_rewards_go_to_completions_and_to_trajectories(strop: Running):
+    (completion,) = await episodes(strop, 1)
+    result = await strop_command(
+        strop, "reward", completion, "0.5", "--name", "style", "--comment", "neat", "--json"
+    )
+    assert json.loads(result.output)["name"] == "style"
+    assert (await strop_command(strop, "reward", "t0", "-1")).exit_code == 0
+    _, body = await strop.get("/v1/rewards?trajectory_id=t0")
+    assert [(r["name"], r["reward"]) for r in body["data"]] == [
+        ("reward", 0.0),
+        ("style", 0.5),
+        ("reward", -1.0),
+    ]
+    result = await strop_command(strop, "reward", "t0", "1", "--choice", "0")
+    assert result.exit_code == 1
+    assert "--choice goes with" in result.output
+
+
+async def test_status_shows_how_training_goes(strop: Running):
+    await episodes(strop)
+    take_step(strop)
+    shown = (await strop_command(strop, "status")).output
+    assert "1 open" in shown
+    assert "done" in shown
+    assert "0.375" in shown
+    assert json.loads((await strop_command(strop, "status", "--json")).output)["ready"] is True
+
+
+COMMANDS = [
+    (*words, "--help")
+    for words in (
+        ("status",),
+        ("doctor",),
+        ("reward",),
+        ("trajectory", "show"),
+        ("group", "list"),
+        ("group", "show"),
+        ("group", "close"),
+        ("step", "list"),
+        ("step", "show"),
+        ("policy", "list"),
+        ("policy", "show"),
+        ("policy", "rollback"),
+        ("policy", "fork"),
+        ("policy", "pause"),
+        ("policy", "resume"),
+        ("policy", "promote"),
+        ("policy", "drop"),
+        ("policy", "events"),
+        ("keys", "create"),
+        ("keys", "list"),
+        ("keys", "revoke"),
+    )
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_json(words):
+    assert "--json" in CliRunner().invoke(app, words, env={"COLUMNS": "200"}).output
+
+
+async def test_changes_are_told_in_json(strop: Running):
+    for words, key, value in (
+        (("pause", "agent"), "state", "paused"),
+        (("resume", "agent"), "state", "active"),
+        (("rollback", "agent", "0"), "alias", 0),
+    ):
+        result = await strop_command(strop, "policy", *words, "--json")
+        assert json.loads(result.output)[key] == value
+
+
+def test_keys_in_json(tmp_path):
+    env = {"STROP_DATA_DIR": str(tmp_path)}
+    made = json.loads(
+        CliRunner().invoke(app, ["keys", "create", "--json", "--scope", "read"], env=env).stdout
+    )
+    assert made["key"].startswith("sk-strop-")
+    listed = CliRunner().invoke(app, ["keys", "list", "--json"], env=env).stdout
+    assert [key["id"] for key in json.loads(listed)["data"]] == [made["id"]]
+    assert made["key"] not in listed
+    revoked = CliRunner().invoke(app, ["keys", "revoke", made["id"], "--json"], env=env).stdout
+    assert json.loads(revoked)["revoked"] is True
+
+
+async def test_the_shell_completes_names_of_policies(strop: Running):
+    import asyncio
+    import os
+    import subprocess
+    import sys
+
+    env = {
+        **os.environ,
+        "STROP_URL": strop.url,
+        "_STROP_COMPLETE": "complete_bash",
+        "COMP_WORDS": "strop policy show a",
+        "COMP_CWORD": "3",
+    }
+    code = "from gateway.cli import app; app(prog_name='strop')"
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], env=env, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["agent"]
