@@ -2,15 +2,15 @@
 
 import errno
 
-import torch
-
 from trainer.grpo import Stopped
-from trainer.learner import NotFinite
+from trainer.learner import NotFinite, TooLong
+from trainer.memory import is_out_of_memory
 
 NOT_FINITE = "not_finite"
 OUT_OF_MEMORY = "out_of_memory"
 DISK_FULL = "disk_full"
 STOPPED = "stopped"
+TOO_LONG = "too_long"
 ERROR = "error"
 
 _DISK_FULL = ("No space left on device", "os error 28", "file write failed", "disk is full")
@@ -24,7 +24,9 @@ def explain(error: Exception) -> tuple[str, str]:
         return NOT_FINITE, text
     if isinstance(error, Stopped):
         return STOPPED, text
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in text:
+    if isinstance(error, TooLong):
+        return TOO_LONG, text
+    if is_out_of_memory(error):
         return OUT_OF_MEMORY, (
             "out of memory; set STROP_TRAINER_TOKEN_BUDGET to fewer tokens, "
             f"or training.gradient_checkpointing to true ({text})"

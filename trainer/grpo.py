@@ -64,6 +64,8 @@ class StepTrainer(GRPOTrainer):  # type: ignore[misc]
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.should_stop: Callable[[], bool] = lambda: False
+        self._optimising = False
+        self.optimizer.register_step_pre_hook(self._begin_optimising)
         self._batches: list[PackedStep] = []
         self._packed: PackedStep | None = None
         self._seen: list[tuple[Tensor, Tensor]] = []
@@ -75,6 +77,7 @@ class StepTrainer(GRPOTrainer):  # type: ignore[misc]
             Stopped: `should_stop` said so; the weights are untouched.
         """
         self._batches, self._seen = list(batches), []
+        self._optimising = False
         try:
             self.train()
             logged = next(log for log in self.state.log_history if "grad_norm" in log)
@@ -82,6 +85,19 @@ class StepTrainer(GRPOTrainer):  # type: ignore[misc]
         finally:
             self._batches, self._seen, self._packed = [], [], None
             self._metrics["train"].clear()
+
+    def _begin_optimising(self, *_: Any) -> None:
+        self._optimising = True
+
+    def drop_gradients(self, cause: str) -> None:
+        """Forget a step that ended before the optimiser's part of it.
+
+        Raises:
+            RuntimeError: the optimiser had begun, and the weights may be half changed.
+        """
+        if self._optimising:
+            raise RuntimeError(f"the optimiser did not finish: {cause}")
+        self.model.zero_grad(set_to_none=True)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """One item: the whole step."""

@@ -14,23 +14,33 @@ from gateway.store.claims import TrainablePolicy
 from gateway.store.fingerprint import changed
 from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.records import Json
-from trainer import checkpoints, probe
+from trainer import checkpoints, memory, probe
 from trainer.arguments import grpo_config
 from trainer.grpo import StepTrainer, all_finite
-from trainer.logprobs import choose_way
+from trainer.logprobs import Way, choose_way
 from trainer.lora_linear import speed_up
 from trainer.model import ModelError, check_targets, device_of, load_base_model, lora_config
-from trainer.packing import micro_batches, pack
+from trainer.packing import PackedStep, micro_batches, pack, row_tokens, unique_tokens
 from trainer.samples import Sample
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger("strop.trainer")
 
-_DEFAULT_BUDGET = {"cpu": 4096, "cuda": 16384}
-
 
 class NotFinite(Exception):
     """A step made a number that is not finite; what it made must not be used."""
+
+
+class TooLong(Exception):
+    """A sample does not fit into memory by itself; it must be left out."""
+
+    def __init__(self, tokens: int, limit: int):
+        super().__init__(
+            f"a sample has {tokens} tokens, and {limit} fit into one pass: longer ones are left "
+            "out from now on (too_long); for longer ones set training.gradient_checkpointing to "
+            "true, or STROP_TRAINER_TOKEN_BUDGET to more"
+        )
+        self.limit = limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +93,19 @@ class Learner:
         )
         speed_up(self.trainer.model)
         self.device = device
-        self.token_budget = settings.token_budget or _DEFAULT_BUDGET[device]
+        self.token_budget = settings.token_budget or memory.token_budget(
+            base, way, checkpointing=bool(arguments.gradient_checkpointing)
+        )
         self.optimizer_steps = 0
         self._resume(policy)
-        log.info("%s: loaded at @%d on %s, packing %s", policy.name, policy.head, device, way.value)
+        log.info(
+            "%s: loaded at @%d on %s; %s, up to %d tokens a pass",
+            policy.name,
+            policy.head,
+            device,
+            way.value,
+            self.token_budget,
+        )
 
     @property
     def model(self) -> Any:
@@ -117,16 +136,14 @@ class Learner:
         Raises:
             NotFinite: loss, gradient or weights are not finite.
             Stopped: `should_stop` said so in time.
+            TooLong: a sample does not fit into memory; nothing was trained.
         """
         clock = Clock()
-        batches = [pack(batch, self.device) for batch in micro_batches(samples, self.token_budget)]
-        clock.lap("pack")
         causal = cast(nn.Module, self.model.get_base_model())
         earlier = probe.before(causal, samples)
         clock.lap("probe")
         self.trainer.should_stop = should_stop
-        metrics = self.trainer.train_on(batches)
-        clock.lap("train")
+        batches, metrics = self._train(samples, clock)
         if not all_finite(self.model, metrics):
             raise NotFinite(
                 f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}: the step made "
@@ -139,7 +156,44 @@ class Learner:
         metrics["tokens_padded"] = sum(len(s.token_ids) for s in samples)
         metrics["tokens_trained"] = sum(b.trained for b in batches)
         metrics["passes"] = len(batches)
+        metrics["token_budget"] = self.token_budget
         return Stepped(metrics, clock.seconds, found)
+
+    def _train(
+        self, samples: Sequence[Sample], clock: "Clock"
+    ) -> tuple[list[PackedStep], dict[str, float]]:
+        """Train in passes that fit into memory: the step is the same however it is cut."""
+        cost = row_tokens if self.trainer.way is Way.PADDED else unique_tokens
+        longest = max(len(sample.token_ids) for sample in samples)
+        random = torch.get_rng_state()
+        while True:
+            if longest > self.token_budget:
+                raise TooLong(longest, self.token_budget)
+            cuts = micro_batches(samples, self.token_budget, cost)
+            batches = [pack(cut, self.device) for cut in cuts]
+            clock.lap("pack")
+            try:
+                metrics = self.trainer.train_on(batches)
+                clock.lap("train")
+                return batches, metrics
+            except Exception as error:
+                if not memory.is_out_of_memory(error):
+                    raise
+                full, largest = str(error), max(cost(cut) for cut in cuts)
+            # Outside of the handler: the error's traceback holds what filled the memory.
+            self.trainer.drop_gradients(full)
+            torch.set_rng_state(random)
+            del batches
+            memory.release()
+            half = min(self.token_budget, largest) // 2
+            # The longest sample is given up only when it did not fit by itself.
+            self.token_budget = half if largest <= longest else max(half, longest)
+            clock.lap("train")
+            log.warning(
+                "out of memory with %d tokens in a pass; taking the step again with at most %d",
+                largest,
+                self.token_budget,
+            )
 
     def save(self, folder: Path, record: checkpoints.StepRecord) -> None:
         """Write what the learner holds now as a version."""

@@ -25,7 +25,7 @@ with the pairs of tokens that see each other (see `trie_attention`).
 Nothing may depend on the layout: LoRA dropout has to be 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -209,24 +209,39 @@ def unique_tokens(samples: Sequence[Sample]) -> int:
     return total
 
 
-def micro_batches(samples: Sequence[Sample], budget: int) -> list[list[Sample]]:
-    """Cut a step into passes of at most `budget` different tokens each.
+def row_tokens(samples: Sequence[Sample]) -> int:
+    """Tokens of samples laid out one a row."""
+    return sum(len(sample.token_ids) for sample in samples)
 
-    Groups stay whole where they can, because what a group shares is its prompt. A sample that is
+
+def micro_batches(
+    samples: Sequence[Sample],
+    budget: int,
+    tokens: Callable[[Sequence[Sample]], int] = unique_tokens,
+) -> list[list[Sample]]:
+    """Cut a step into passes of at most `budget` tokens each.
+
+    Groups stay whole where they can, because what a group shares is its prompt; a group that does
+    not fit is cut between its samples, which are the threads of its trajectories. A sample that is
     longer than the budget gets a pass of its own.
+
+    Args:
+        samples: group by group.
+        budget: of one pass.
+        tokens: what samples that are forwarded together cost.
     """
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
     batches: list[list[Sample]] = [[]]
     for group in groups.values():
-        if unique_tokens([*batches[-1], *group]) <= budget:
+        if tokens([*batches[-1], *group]) <= budget:
             batches[-1].extend(group)
-        elif unique_tokens(group) <= budget:
+        elif tokens(group) <= budget:
             batches.append(group)
         else:
             for sample in sorted(group, key=lambda s: s.token_ids.tolist()):
-                if batches[-1] and unique_tokens([*batches[-1], sample]) > budget:
+                if batches[-1] and tokens([*batches[-1], sample]) > budget:
                     batches.append([])
                 batches[-1].append(sample)
     return [batch for batch in batches if batch]

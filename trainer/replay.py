@@ -116,7 +116,10 @@ def replay(
         base_digest=config["base_digest"],
     )
     torch.set_num_threads(config["threads"])
-    learner = Learner(policy, settings.model_copy(update=config["trainer"]), out)
+    # The budget that was found for it: passes cut otherwise add up in another order.
+    budget = int((row["metrics"] or {}).get("token_budget", config["trainer"]["token_budget"]))
+    chosen = {**config["trainer"], "token_budget": budget}
+    learner = Learner(policy, settings.model_copy(update=chosen), out)
     stepped = learner.step(samples, lambda: False)
     folder = checkpoints.version_folder(out, project, policy.name, made["number"], step_id)
     checkpoints.discard(folder)

@@ -47,7 +47,9 @@ class TrainerSettings(TomlSettings):
     CUDA. The probes that versions must pass then need a `probe_tolerance` that allows for it."""
 
     token_budget: int = Field(default=0, ge=0)
-    """Different tokens that one forward pass may hold; 0 means 4,096 on a CPU, 16,384 on CUDA."""
+    """Different tokens that one forward and backward pass may hold, which is also the longest
+    sample that is trained on; 0 finds it from free memory when a policy is loaded. Where it is too
+    many, it is halved and the step taken again."""
 
     resident_policies: int = Field(default=1, ge=1)
     """Policies whose model and optimiser stay in memory between their steps."""

@@ -13,7 +13,6 @@ back when their lease runs out. Serving the version is the gateway's part.
 """
 
 import contextlib
-import gc
 import logging
 import os
 import socket
@@ -25,7 +24,6 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-import torch
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -34,10 +32,10 @@ from gateway.store.claims import ClaimedGroup, TrainablePolicy
 from gateway.store.ids import new_id
 from gateway.store.policy_settings import PolicySettings
 from gateway.store.training import Superseded
-from trainer import checkpoints, replay, retention
+from trainer import checkpoints, memory, replay, retention
 from trainer.arguments import scale_rewards
 from trainer.failures import NOT_FINITE, STOPPED, explain, sentence
-from trainer.learner import Learner, Stepped, identity
+from trainer.learner import Learner, Stepped, TooLong, identity
 from trainer.leases import LeaseKeeper
 from trainer.plan import Plan, PlannedGroup, make_plan
 from trainer.recipe import recipe_of
@@ -93,6 +91,8 @@ class Worker:
         self._stop = threading.Event()
         self._learners: OrderedDict[_Key, Learner] = OrderedDict()
         self._backoffs: dict[_Key, _Backoff] = {}
+        self._limits: dict[_Key, int] = {}
+        """Longest sample that has room in memory, where one did not."""
 
     def stop(self) -> None:
         """End `run` soon: a step that has not been written yet is given up."""
@@ -182,7 +182,8 @@ class Worker:
     def _use(
         self, policy: TrainablePolicy, settings: PolicySettings, groups: list[ClaimedGroup]
     ) -> Visit:
-        plan = make_plan(policy, groups, settings, scale_rewards(settings))
+        fitting = self._fitting(policy, settings)
+        plan = make_plan(policy, groups, fitting, scale_rewards(settings))
         # A group that gets no more rewards does not wait for others to become ready.
         if not plan.enough and not plan.urgent:
             done = [g.claimed.final and g.reason is not None for g in plan.groups]
@@ -195,6 +196,12 @@ class Worker:
             self._skip(policy, plan.groups)
             return Visit.SKIPPED
         return self._step(policy, settings, plan)
+
+    def _fitting(self, policy: TrainablePolicy, settings: PolicySettings) -> PolicySettings:
+        """Settings under which nothing is planned that does not fit into memory."""
+        limit = self._limits.get(_key(policy), settings.max_tokens)
+        limit = min(limit, self._settings.token_budget or limit, settings.max_tokens)
+        return settings.model_copy(update={"max_tokens": limit})
 
     def _skip(self, policy: TrainablePolicy, groups: Sequence[PlannedGroup]) -> None:
         for group in groups:
@@ -282,6 +289,11 @@ class Worker:
         if reason == STOPPED:
             log.info("%s: step %d given up: %s", policy.name, step_id, words)
             return Visit.NOTHING
+        if isinstance(error, TooLong):
+            # Planned anew at once, without what is too long.
+            self._limits[_key(policy)] = error.limit
+            log.warning("%s: step %d taken again: %s", policy.name, step_id, words)
+            return Visit.FAILED
         self._back_off(policy)
         log.error(
             "%s: step %d failed: %s",
@@ -304,14 +316,14 @@ class Worker:
         if learner is None:
             while len(self._learners) >= self._settings.resident_policies:
                 self._learners.popitem(last=False)
-            _free_memory()
+            memory.release()
             learner = self._learners[key] = Learner(policy, self._settings, self._artifacts)
         self._learners.move_to_end(key)
         return learner
 
     def _forget(self, policy: TrainablePolicy) -> None:
         if self._learners.pop(_key(policy), None) is not None:
-            _free_memory()
+            memory.release()
 
     def _back_off(self, policy: TrainablePolicy) -> None:
         previous = self._backoffs.get(_key(policy))
@@ -368,9 +380,3 @@ def _report(
         made["kl_sampling"],
         seconds,
     )
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
