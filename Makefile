@@ -48,8 +48,10 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
+	$(PIP_INSTALL) -r requirements/bench.txt || echo "LiteLLM's proxy will be left out"
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.gateway --memory
 
 clean:
 	rm -rf .strop build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

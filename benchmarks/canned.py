@@ -1,6 +1,6 @@
 """A vLLM that costs next to nothing: it answers every chat request with bytes made beforehand.
 
-    python -m benchmarks.canned --port 9000 --chunks 64
+    python -m benchmarks.canned --port 9000 --chunks 64 --gap 20
 
 Its answers have token ids, logprobs and usage that agree, so a gateway stores them like real ones.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 MODEL = "agent@0"
+_JSON_TOKENS = 16
 PROMPT_IDS = list(range(100, 140))
 
 
@@ -63,10 +64,12 @@ def chunks(tokens: int) -> list[bytes]:
 class Canned(asyncio.Protocol):
     """HTTP/1.1, as far as the benchmark needs it."""
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: int, gap: float = 0.0):
+        """Answers of so many tokens; streams send one every `gap` seconds."""
+        self._gap = gap
         models = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
         self._models = _whole(orjson.dumps(models))
-        self._json = _whole(orjson.dumps(reply(tokens)))
+        self._json = _whole(orjson.dumps(reply(_JSON_TOKENS)))
         self._chunks = chunks(tokens)
         self._buffer = b""
 
@@ -99,7 +102,7 @@ class Canned(asyncio.Protocol):
         for chunk in self._chunks:
             self._transport.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
             # Each chunk is a write of its own, as vLLM's are.
-            await asyncio.sleep(0)
+            await asyncio.sleep(self._gap)
         self._transport.write(b"0\r\n\r\n")
 
 
@@ -108,10 +111,10 @@ def _whole(body: bytes) -> bytes:
     return head.encode() + b"\r\n\r\n" + body
 
 
-async def serve(port: int, tokens: int) -> None:
+async def serve(port: int, tokens: int, gap: float) -> None:
     """Answer until cancelled."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Canned(tokens), "127.0.0.1", port)
+    server = await loop.create_server(lambda: Canned(tokens, gap), "127.0.0.1", port)
     await server.serve_forever()
 
 
@@ -121,5 +124,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--chunks", type=int, default=16)
+    parser.add_argument("--gap", type=float, default=0.0, help="milliseconds between two chunks")
     options = parser.parse_args()
-    uvloop.run(serve(options.port, options.chunks))
+    uvloop.run(serve(options.port, options.chunks, options.gap / 1e3))
