@@ -2,9 +2,12 @@
 
 import argparse
 import logging
+import os
 import signal
 import sys
+from functools import partial
 from types import FrameType
+from typing import Any
 
 from gateway.store import Database, StoreSettings
 from trainer.settings import TrainerSettings
@@ -25,18 +28,51 @@ def main() -> int:
     )
     logging.getLogger("strop").setLevel(settings.log_level.upper())
     store = StoreSettings()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _one_of_several(arguments, settings, store)
+    return _train(arguments, settings, store)
+
+
+def _one_of_several(
+    arguments: argparse.Namespace, settings: TrainerSettings, store: StoreSettings
+) -> int:
+    """Rank 0 works as a single process does; the others do as it says."""
+    from trainer import crew as crews
+
+    crew = crews.join(settings)
+    assert crew is not None
+    if crew.rank > 0:
+        # Launchers send signals to all: the end is rank 0's to say.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        crews.follow(crew, settings.resident_policies)
+        return 0
+    try:
+        return _train(arguments, settings, store, partial(crews.lead, crew))
+    finally:
+        crews.end(crew)
+
+
+def _train(
+    arguments: argparse.Namespace,
+    settings: TrainerSettings,
+    store: StoreSettings,
+    make_learner: Any = None,
+) -> int:
     database = Database(store.url())
     database.migrate()
 
     # Imported late: a wrong setting is reported before seconds of importing torch.
     from trainer.worker import Worker
 
+    more = {} if make_learner is None else {"make_learner": make_learner}
     worker = Worker(
         database,
         store.artifacts(),
         settings,
         only=arguments.policy,
         until_version=arguments.until_version,
+        **more,
     )
 
     def stop(number: int, _frame: FrameType | None) -> None:

@@ -121,7 +121,7 @@ class StepTrainer(GRPOTrainer):  # type: ignore[misc]
         self.current_gradient_accumulation_steps = len(inputs)
         trained = sum(packed.trained for packed in inputs)
         loss = torch.zeros((), device=self.args.device)
-        for packed in inputs:
+        for packed in self.passes(inputs):
             if self.should_stop():
                 raise Stopped("the trainer was asked to stop")
             self._packed = packed
@@ -129,6 +129,10 @@ class StepTrainer(GRPOTrainer):  # type: ignore[misc]
             fields = self._fields(packed, trained / len(inputs))
             loss += super().training_step(model, fields, num_items_in_batch)
         return loss
+
+    def passes(self, inputs: Sequence[PackedStep]) -> Sequence[PackedStep]:
+        """Those of a step that this process does."""
+        return inputs
 
     def _fields(self, packed: PackedStep, trained_per_pass: float) -> dict[str, Tensor]:
         """What `GRPOTrainer._compute_loss` reads, in the (B, T) layout of `packed`."""

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.records import Json
 from trainer import checkpoints, memory, probe
 from trainer.arguments import grpo_config
+from trainer.crew import Crew, CrewTrainer, deal
 from trainer.grpo import StepTrainer, all_finite
 from trainer.logprobs import Way, choose_way
 from trainer.lora_linear import speed_up
@@ -59,8 +61,20 @@ class Learner:
     After an exception in `step` the weights are those of no version: make a new learner.
     """
 
-    def __init__(self, policy: TrainablePolicy, settings: TrainerSettings, artifacts: Path):
+    def __init__(
+        self,
+        policy: TrainablePolicy,
+        settings: TrainerSettings,
+        artifacts: Path,
+        crew: Crew | None = None,
+    ):
         """Load the policy at its head.
+
+        Args:
+            policy: at its head.
+            settings: of the process.
+            artifacts: where versions are.
+            crew: the processes that take its steps together; None is this one alone.
 
         Raises:
             ModelError: base model or adapter cannot be used.
@@ -84,7 +98,9 @@ class Learner:
         base = load_base_model(policy.base_model, settings)
         check_targets(base, lora)
         way = choose_way(base)
-        self.trainer = StepTrainer(
+        self._crew = crew
+        make = StepTrainer if crew is None else partial(CrewTrainer, crew)
+        self.trainer: StepTrainer = make(
             way=way,
             model=base,
             args=arguments,
@@ -169,7 +185,7 @@ class Learner:
         while True:
             if longest > self.token_budget:
                 raise TooLong(longest, self.token_budget)
-            cuts = micro_batches(samples, self.token_budget, cost)
+            cuts = self._cut(samples, cost)
             batches = [pack(cut, self.device) for cut in cuts]
             clock.lap("pack")
             try:
@@ -194,6 +210,27 @@ class Learner:
                 largest,
                 self.token_budget,
             )
+
+    def _cut(
+        self, samples: Sequence[Sample], cost: Callable[[Sequence[Sample]], int]
+    ) -> list[list[Sample]]:
+        """Passes of the step; with several processes, whole groups are dealt out to them."""
+        if self._crew is None:
+            return micro_batches(samples, self.token_budget, cost)
+        groups: dict[str, list[Sample]] = {}
+        for sample in samples:
+            groups.setdefault(sample.group_id, []).append(sample)
+        owners = deal([cost(group) for group in groups.values()], self._crew.size)
+        cuts: list[list[Sample]] = []
+        ranks: list[int] = []
+        for rank in range(self._crew.size):
+            hand = zip(groups.values(), owners, strict=True)
+            mine = [sample for group, owner in hand if owner == rank for sample in group]
+            found = micro_batches(mine, self.token_budget, cost)
+            cuts += found
+            ranks += [rank] * len(found)
+        cast(CrewTrainer, self.trainer).owners = ranks
+        return cuts
 
     def save(self, folder: Path, record: checkpoints.StepRecord) -> None:
         """Write what the learner holds now as a version."""

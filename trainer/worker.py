@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -72,6 +72,7 @@ class Worker:
         *,
         only: str | None = None,
         until_version: int | None = None,
+        make_learner: Callable[[TrainablePolicy, TrainerSettings, Path], Learner] = Learner,
     ):
         """Nothing is loaded yet.
 
@@ -81,6 +82,7 @@ class Worker:
             settings: of this process.
             only: name of the one policy to train.
             until_version: `run` ends when every policy that it trains has come this far.
+            make_learner: loads a policy.
         """
         self.name = new_id(f"{socket.gethostname()}-{os.getpid()}-")
         self._database = database
@@ -88,6 +90,7 @@ class Worker:
         self._settings = settings
         self._only = only
         self._until = until_version
+        self._make_learner = make_learner
         self._stop = threading.Event()
         self._learners: OrderedDict[_Key, Learner] = OrderedDict()
         self._backoffs: dict[_Key, _Backoff] = {}
@@ -317,7 +320,8 @@ class Worker:
             while len(self._learners) >= self._settings.resident_policies:
                 self._learners.popitem(last=False)
             memory.release()
-            learner = self._learners[key] = Learner(policy, self._settings, self._artifacts)
+            learner = self._make_learner(policy, self._settings, self._artifacts)
+            self._learners[key] = learner
         self._learners.move_to_end(key)
         return learner
 
