@@ -51,6 +51,7 @@ from gateway.telemetry import logs
 from gateway.telemetry.telemetry import Telemetry
 from gateway.tracing.process import Tracing
 from gateway.webhooks import deliveries
+from gateway.workers import Worker
 
 SURFACES: dict[str, tuple[ASGIApp, str]] = {
     "chat/completions": (ChatCompletions(), "OpenAI's chat completions"),
@@ -125,10 +126,13 @@ def serve() -> FastAPI:
 async def running(settings: Settings) -> AsyncIterator[Gateway]:
     """The parts, started, and stopped in the opposite order."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    worker = Worker(settings.data_dir, settings.workers)
     database = Database(settings.url())
-    await asyncio.to_thread(database.migrate)
+    await asyncio.to_thread(_migrate, worker, database)
     # On SQLite a journal would be lost and full together with the database.
-    journal = None if database.is_sqlite else Journal(settings.data_dir / "journal.db")
+    journal = None if database.is_sqlite else Journal(worker.journal)
+    if journal is not None:
+        worker.adopt(journal)
     writer = Writer(
         database,
         settings.commit_batch,
@@ -154,6 +158,7 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             poll=settings.publish_poll,
             keep_loaded=settings.keep_loaded,
             tolerance=settings.probe_tolerance,
+            publishes=worker.publishes,
         )
         hub = EventHub(database, settings.publish_poll)
         gateway = Gateway(
@@ -161,14 +166,15 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
         )
         try:
             tracing.start()
-            await _configure_policies(gateway)
+            await _configure_policies(gateway, worker)
             guard = Guard(database, writer, publisher, settings.guard_poll)
             gateway.deliveries = deliveries(settings.webhooks, database, hub, session)
             parts = [part.run() for part in gateway.deliveries]
             parts += [publisher.run(), guard.run(), hub.run()]
             tasks = [asyncio.create_task(part) for part in parts]
             if settings.retention_days is not None:
-                deleting = retention.run(database, writer, settings.retention_days)
+                days = settings.retention_days
+                deleting = retention.run(database, writer, days, worker.publishes)
                 tasks.append(asyncio.create_task(deleting))
             try:
                 with hub.ending_with_the_process():
@@ -184,14 +190,21 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             await writer.close()
             await tracing.close()
             database.dispose()
+            worker.close()
 
 
-async def _configure_policies(gateway: Gateway) -> None:
+def _migrate(worker: Worker, database: Database) -> None:
+    with worker.in_turn():
+        database.migrate()
+
+
+async def _configure_policies(gateway: Gateway, worker: Worker) -> None:
     """Make the policies of the settings, or bring those that there are up to date with them."""
     settings = gateway.settings
-    for name, config in settings.policy_configs().items():
-        if await policies.ensure_policy(gateway, name, config.lora, config.settings()):
-            continue
-        await policies.check_base(gateway, name)
-        if name in settings.policies:
-            await policies.reconfigure(gateway, name, config.settings())
+    async with worker.in_turn_async():
+        for name, config in settings.policy_configs().items():
+            if await policies.ensure_policy(gateway, name, config.lora, config.settings()):
+                continue
+            await policies.check_base(gateway, name)
+            if name in settings.policies:
+                await policies.reconfigure(gateway, name, config.settings())

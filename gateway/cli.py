@@ -66,8 +66,15 @@ def up(
 
 
 @app.command()
-def serve() -> None:
+def serve(
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Processes on the port (STROP_WORKERS).")
+    ] = None,
+) -> None:
     """Run the gateway alone, in front of the vLLM replicas in STROP_REPLICAS."""
+    if workers is not None:
+        # The processes read it from there.
+        os.environ["STROP_WORKERS"] = str(workers)
     settings = _settings()
     _refuse_open_door(settings)
     os.execv(sys.executable, [sys.executable, *gateway_arguments(settings)])
@@ -96,6 +103,7 @@ def _refuse_open_door(settings: Settings) -> None:
 
 def gateway_arguments(settings: Settings) -> list[str]:
     """Arguments of the Python that runs the gateway."""
+    several = ["--workers", str(settings.workers), "--timeout-worker-healthcheck", "30"]
     return [
         "-m",
         "uvicorn",
@@ -110,6 +118,7 @@ def gateway_arguments(settings: Settings) -> list[str]:
         "info",
         "--timeout-graceful-shutdown",
         "30",
+        *(several if settings.workers > 1 else ()),
     ]
 
 

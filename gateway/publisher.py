@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,15 @@ class Publisher:
         poll: float,
         keep_loaded: int,
         tolerance: float,
+        publishes: Callable[[], bool] = lambda: True,
     ):
+        """The parts that it works with.
+
+        Args:
+            publishes: false in a process that only follows: it proves for itself what replicas
+                serve, and leaves it to another to move aliases and to unload.
+        """
+        self.publishes = publishes
         self._database = database
         self._writer = writer
         self._pool = pool
@@ -126,6 +134,9 @@ class Publisher:
                 for replica in self._pool.healthy:
                     await self._bring_up(policy, replica)
             self._publish_catalog(found)
+            if not self.publishes():
+                self.blocked = self._blocking
+                return
             for policy in found:
                 for number in policy.waiting:
                     # While one is on trial, others wait behind it.

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 
 from sqlalchemy import select
@@ -14,14 +15,24 @@ from gateway.store.writer import Writer
 log = logging.getLogger("strop.retention")
 
 _PAUSE_SECONDS = 3600.0
+_WAITING_SECONDS = 60.0
 _BATCH = 20
 """Trajectories in one transaction: requests wait for it."""
 
 
-async def run(database: Database, writer: Writer, days: float) -> None:
-    """Delete what is too old, and look again every hour, until cancelled."""
+async def run(
+    database: Database, writer: Writer, days: float, is_ours: Callable[[], bool] = lambda: True
+) -> None:
+    """Delete what is too old, and look again every hour, until cancelled.
+
+    Args:
+        is_ours: false while another process of this machine does it.
+    """
     while True:
         try:
+            if not is_ours():
+                await asyncio.sleep(_WAITING_SECONDS)
+                continue
             deleted = await delete_once(database, writer, time.time() - days * 86_400)
             if deleted:
                 log.info("%d trajectories were older than %g days and are deleted", deleted, days)

@@ -34,6 +34,9 @@ class Settings(StoreSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on."""
 
+    workers: int = Field(default=1, ge=1, le=256)
+    """Processes that answer on the port, each with a writer of its own; one of them publishes."""
+
     admin_key: str = Field(default="", repr=False)
     """A key that may do everything in the project `default`, for a start where nobody can run
     `strop keys create`. While neither this nor any other key exists, strop answers only its own

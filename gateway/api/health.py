@@ -1,6 +1,7 @@
 """`/healthz` (is the process alive) and `/readyz` (would a request be answered, and if not why)."""
 
 import asyncio
+import os
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -82,6 +83,8 @@ async def readyz(gateway: Strop) -> Response:
             if project == gateway.project
         },
         "replicas": replicas,
+        # Of several on this port, the one that answered this.
+        "process": {"id": os.getpid(), "publishes": gateway.publisher.publishes()},
         # What waits for PostgreSQL to come back; requests are answered all the same.
         "journal": journal.state() if journal is not None else None,
     }

@@ -70,9 +70,10 @@ class Placements:
     ) -> Placement:
         """The placement of a request, as the design's five ways have it."""
         keys, digest = beginnings(messages)
-        tail = self.threads.take(project, keys, claims.trajectory)
-        if tail is None and keys:
-            tail = await self._continued(project, keys, claims.trajectory)
+        tail, unknown = self.threads.take(project, keys, claims.trajectory)
+        if unknown:
+            # A later turn than one known here may have been answered by another process.
+            tail = await self._continued(project, keys[:unknown], claims.trajectory) or tail
         trajectory_id, attribution = claims.trajectory, claims.attribution
         if trajectory_id is None and tail is not None:
             trajectory_id, attribution = tail.trajectory_id, "continuation"

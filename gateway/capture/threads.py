@@ -14,6 +14,9 @@ import orjson
 from gateway.store.codec import DIGEST_BYTES
 from gateway.store.records import Tail
 
+_ALIKE = 256
+"""Most threads that end alike of which the tails are remembered."""
+
 _SEARCHED = 64
 """Most beginnings of one request that are looked for; an agent's last turns are enough."""
 
@@ -111,14 +114,20 @@ class ThreadIndex:
         """Remember what a completion left."""
         for key, tail in tails.items():
             place = (project, key)
-            self._tails.setdefault(place, []).append(tail)
+            alike = self._tails.setdefault(place, [])
+            alike.append(tail)
+            if len(alike) > _ALIKE:
+                del alike[0]
             self._tails.move_to_end(place)
         while len(self._tails) > self._size:
             self._tails.popitem(last=False)
 
-    def take(self, project: str, keys: list[bytes], trajectory_id: str | None) -> Tail | None:
-        """The tail that a request continues, within one trajectory if that is known."""
-        for key in keys:
+    def take(
+        self, project: str, keys: list[bytes], trajectory_id: str | None
+    ) -> tuple[Tail | None, int]:
+        """The tail that a request continues, within one trajectory if that is known, and how many
+        of its keys, which begin with the longest, are not known here."""
+        for unknown, key in enumerate(keys):
             tails = self._tails.get((project, key))
             if tails is None:
                 continue
@@ -128,5 +137,5 @@ class ThreadIndex:
                 # Kept at the front, for a second branch that starts from the same answer.
                 tails.remove(tail)
                 tails.insert(0, tail)
-                return tail
-        return None
+                return tail, unknown
+        return None, len(keys)
