@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +46,16 @@ def base_model() -> Path:
 @pytest.fixture(scope="session")
 def real_vllm(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealVllm]:
     """The real vLLM, started the way `strop up` starts it; only for tests marked `vllm`."""
-    folder = tmp_path_factory.mktemp("vllm")
-    options = VllmOptions(model=str(base_model), port=0, max_model_len=1024, max_lora_rank=8)
+    with vllm_on(base_model, tmp_path_factory.mktemp("vllm"), max_model_len=1024) as running:
+        yield running
+
+
+@contextmanager
+def vllm_on(base_model: Path, folder: Path, max_model_len: int) -> Iterator[RealVllm]:
+    """A vLLM on a model, started the way `strop up` starts it."""
+    options = VllmOptions(
+        model=str(base_model), port=0, max_model_len=max_model_len, max_lora_rank=8
+    )
     launch = prepare(options, folder)
     log = folder / "vllm.log"
     with log.open("wb") as output:
@@ -60,7 +69,7 @@ def real_vllm(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         )
     try:
         _wait_until_ready(process, launch.url, log)
-        yield RealVllm(launch.url, options.served_name, base_model, 1024, log)
+        yield RealVllm(launch.url, options.served_name, base_model, max_model_len, log)
     finally:
         _end_group(process)
 

@@ -160,14 +160,12 @@ class Worker:
             settle_seconds=settings.settle_seconds,
             deadline_seconds=settings.deadline_seconds,
             lease_seconds=self._settings.lease_seconds,
+            exclusive=True,
         )
         if not groups:
             return Visit.NOTHING
         lease = self._settings.lease_seconds
         try:
-            if not policy_leases.hold(self._database, policy, self.name, lease):
-                claims.release_groups(self._database, groups, self.name)
-                return Visit.NOTHING
             with LeaseKeeper(self._database, policy, groups, self.name, lease):
                 return self._use(policy, settings, groups)
         except Exception as error:

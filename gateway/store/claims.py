@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, case, func, or_, select, update
 
-from gateway.store import queries, relatives
+from gateway.store import policy_leases, queries, relatives
 from gateway.store.database import Database
 from gateway.store.models import Group, Policy, Trajectory, Version
 from gateway.store.records import Json, StoredTrajectory
@@ -108,6 +108,7 @@ def claim_groups(
     settle_seconds: float,
     deadline_seconds: float,
     lease_seconds: float,
+    exclusive: bool = False,
 ) -> list[ClaimedGroup]:
     """Take up to `limit` ready groups for `worker`, the longest waiting first.
 
@@ -116,6 +117,9 @@ def claim_groups(
     it for `settle_seconds`, so that no episode is taken in its middle; or when rewards of members
     that were decided about before have changed. Held groups come back to everybody when their lease
     runs out.
+
+    Args:
+        exclusive: with the groups, take the lease on the policy: all or nothing.
     """
     now = time.time()
     waiting = func.count()
@@ -151,7 +155,8 @@ def claim_groups(
         .order_by(Group.strikes, func.min(Trajectory.created_at))
         .limit(limit)
     )
-    with database.write() as connection:
+
+    def find(connection: Connection) -> tuple[list[str], set[str]]:
         ids = list(connection.execute(ready).scalars())
         fresh = set(ids)
         revised = relatives.revised_groups(
@@ -161,10 +166,22 @@ def claim_groups(
             settled_before=now - settle_seconds,
             limit=limit,
         )
-        ids = [*ids, *(id for id in revised if id not in fresh)][:limit]
+        return [*ids, *(id for id in revised if id not in fresh)][:limit], fresh
+
+    with database.write() as connection:
+        ids, fresh = find(connection)
+        if exclusive and ids:
+            if not policy_leases.take(connection, policy, worker, now, lease_seconds):
+                return []
+            ids, fresh = find(connection)
         taken = [id for id in ids if _lease(connection, policy, id, worker, now, lease_seconds)]
     found = [_claimed(database, policy, id, id in fresh, now - deadline_seconds) for id in taken]
-    return [group for group in found if group.trajectories]
+    claimed = [group for group in found if group.trajectories]
+    if len(claimed) < len(found):
+        release_groups(database, [group for group in found if not group.trajectories], worker)
+    if exclusive and ids and not claimed:
+        policy_leases.release(database, policy, worker)
+    return claimed
 
 
 def _lease(

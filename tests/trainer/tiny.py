@@ -3,7 +3,8 @@
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,7 @@ class Log:
         self.database.migrate()
         self.base = base
         self._count = 0
+        self._batch: tuple[list[CapturedCompletion], list[NewReward]] | None = None
         defaults = {"group_size": 2, "groups_per_step": 1, "settle_seconds": 0}
         with self.database.write() as connection:
             policies.create(
@@ -224,16 +226,35 @@ class Log:
                     finished_at=now,
                 )
             )
-        asyncio.run(self._store(captured))
-        for name, value in reward.items():
-            self.reward(value, name=name, trajectory_id=trajectory)
+        rewards = [
+            NewReward(reward=value, name=name, trajectory_id=trajectory)
+            for name, value in reward.items()
+        ]
+        if self._batch is not None:
+            self._batch[0].extend(captured)
+            self._batch[1].extend(rewards)
+        else:
+            self._write(captured, rewards)
         return names
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Store what is added in the block at its end, which is much quicker."""
+        self._batch = ([], [])
+        yield
+        batch, self._batch = self._batch, None
+        self._write(*batch)
+
+    def _write(self, captured: list[CapturedCompletion], rewards: list[NewReward]) -> None:
+        asyncio.run(self._store(captured))
+        with self.database.write() as connection:
+            for reward in rewards:
+                post(connection, "default", [reward])
 
     async def _store(self, captured: list[CapturedCompletion]) -> None:
         writer = Writer(self.database)
         writer.start()
-        for completion in captured:
-            await writer.store(completion)
+        await asyncio.gather(*map(writer.store, captured))
         await writer.close()
 
     def reward(self, value: float, **target: Any) -> None:
