@@ -26,11 +26,12 @@ from gateway.api import (
     schema,
     steps,
     stored,
+    stored_responses,
     trajectories,
 )
 from gateway.api.chat import ChatCompletions
 from gateway.api.embeddings import Embeddings
-from gateway.api.responses import Responses
+from gateway.api.responses import InputTokens, Responses
 from gateway.api.text import TextCompletions
 from gateway.auth import Authentication, Authenticator
 from gateway.backends.vllm import ReplicaPool
@@ -57,6 +58,7 @@ SURFACES: dict[str, tuple[ASGIApp, str]] = {
     "chat/completions": (ChatCompletions(), "OpenAI's chat completions"),
     "completions": (TextCompletions(), "OpenAI's text completions"),
     "responses": (Responses(), "OpenAI's responses"),
+    "responses/input_tokens": (InputTokens(), "Count the tokens of a response's input"),
     "messages": (messages.Messages(messages.create), "Anthropic's messages"),
     "messages/count_tokens": (
         messages.Messages(messages.count_tokens),
@@ -99,6 +101,7 @@ def build(settings: Settings | None = None) -> FastAPI:
         rewards,
         completions,
         stored,
+        stored_responses,
         export,
         trajectories,
         groups,

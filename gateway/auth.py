@@ -36,8 +36,9 @@ _OPEN = frozenset({"/healthz", "/readyz"})
 
 # What a route needs, the first that fits; whatever is not here needs `admin`.
 _NEEDS = (
-    ("POST", r"(/rollouts/[^/]+/[^/]+)?/v1/(chat/completions|completions|responses|messages|"
-             r"messages/count_tokens|embeddings)", "inference"),
+    ("POST", r"(/rollouts/[^/]+/[^/]+)?/v1/(chat/completions|completions|messages|"
+             r"messages/count_tokens|responses(/input_tokens|/[^/]+/cancel)?|embeddings)",
+     "inference"),
     ("GET", r"(/rollouts/[^/]+/[^/]+)?/v1/models(/.*)?", "inference"),
     ("POST", r"/v1/rewards", "reward"),
     ("GET", r"/.*", "read"),

@@ -35,6 +35,12 @@ class Embeddings(JsonEndpoint):
         await unless_hung_up(receive, work())
 
 
+def prompt_of(chat: Json) -> Json:
+    """What vLLM's tokeniser has to know of a chat request."""
+    names = ("model", "messages", "tools", "chat_template_kwargs")
+    return {name: chat[name] for name in names if name in chat}
+
+
 async def forward(gateway: Gateway, path: str, body: Json) -> Json:
     """A replica's answer to a request of which nothing is logged.
 

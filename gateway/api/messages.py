@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.chat import answer
-from gateway.api.embeddings import forward
+from gateway.api.embeddings import forward, prompt_of
 from gateway.api.previous import conversation, find, in_its_trajectory
 from gateway.capture import translate_messages
 from gateway.capture.request import check_chat, parse_body
@@ -88,11 +88,12 @@ async def count_tokens(
     translate_messages.check(request, counting=True)
     module = await litellm(translate_messages.MODULE)
     body, _ = translate_messages.chat_request(module, request)
+    if translate_messages.continued(request) is not None:
+        await _continue(gateway, request, body)
     check_chat(body)
-    prompt: Json = {name: body[name] for name in ("model", "messages", "tools") if name in body}
 
     async def work() -> None:
-        counted = await forward(gateway, "/tokenize", prompt)
+        counted = await forward(gateway, "/tokenize", prompt_of(body))
         await json_response({"input_tokens": counted["count"]})(scope, receive, send)
 
     await unless_hung_up(receive, work())

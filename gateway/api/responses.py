@@ -9,14 +9,17 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.chat import answer
+from gateway.api.embeddings import forward, prompt_of
 from gateway.api.endpoint import JsonEndpoint
 from gateway.api.previous import conversation, find, in_its_trajectory
 from gateway.capture import translate_responses
+from gateway.capture.request import check_chat
 from gateway.capture.translate import Translated, litellm
 from gateway.capture.translate_responses import item_owner
 from gateway.capture.translate_responses_events import ResponsesSurface
-from gateway.errors import ApiError, invalid
+from gateway.errors import ApiError, invalid, json_response
 from gateway.gateway import Gateway
+from gateway.http import unless_hung_up
 from gateway.store.records import StoredCompletion
 
 
@@ -27,22 +30,45 @@ class Responses(JsonEndpoint):
         self, gateway: Gateway, body: dict[str, Any], scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Answer one request."""
-        request = body
-        translate_responses.check(request)
-        module = await litellm(translate_responses.MODULE)
-        request = {**request, "input": await _without_references(gateway, module, request["input"])}
-        before, history = None, []
-        if request.get("previous_response_id"):
-            before = await _previous(gateway, request["previous_response_id"])
-            history = conversation(before)
-            if before.request.get("instructions"):
-                # They hold for their own response only, as at OpenAI.
-                del history[0]
-        chat = translate_responses.chat_request(module, request, history)
-        if before is not None:
-            in_its_trajectory(chat, before)
-        surface = ResponsesSurface(module, request)
+        module, chat = await _chat_request(gateway, body)
+        surface = ResponsesSurface(module, body)
         await answer(gateway, scope, receive, Translated(send, surface), chat)
+
+
+class InputTokens(JsonEndpoint):
+    """`POST /v1/responses/input_tokens`: how long the prompt of a response would be."""
+
+    async def answer(
+        self, gateway: Gateway, body: dict[str, Any], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Answer one request."""
+        _, chat = await _chat_request(gateway, body)
+        check_chat(chat)
+
+        async def work() -> None:
+            counted = await forward(gateway, "/tokenize", prompt_of(chat))
+            answer = {"object": "response.input_tokens", "input_tokens": counted["count"]}
+            await json_response(answer)(scope, receive, send)
+
+        await unless_hung_up(receive, work())
+
+
+async def _chat_request(gateway: Gateway, body: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """LiteLLM's module, and the chat request with all that the body only names."""
+    translate_responses.check(body)
+    module = await litellm(translate_responses.MODULE)
+    request = {**body, "input": await _without_references(gateway, module, body["input"])}
+    before, history = None, []
+    if request.get("previous_response_id"):
+        before = await _previous(gateway, request["previous_response_id"])
+        history = conversation(before)
+        if before.request.get("instructions"):
+            # They hold for their own response only, as at OpenAI.
+            del history[0]
+    chat = translate_responses.chat_request(module, request, history)
+    if before is not None:
+        in_its_trajectory(chat, before)
+    return module, chat
 
 
 async def _previous(gateway: Gateway, name: str) -> StoredCompletion:

@@ -78,6 +78,22 @@ def _page(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
     }
 
 
+def page(items: list[dict[str, Any]], after: str | None, limit: int, what: str) -> dict[str, Any]:
+    """The items of a page, out of all of them.
+
+    Raises:
+        ApiError: `after` names none of them.
+    """
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise invalid(
+                f"after: {after!r} is no {what}. Use last_id of the page before.", "after"
+            )
+        items = items[places[0] + 1 :]
+    return _page(items[:limit], len(items) > limit)
+
+
 def _unknown(completion_id: str) -> ApiError:
     return not_found("completion", completion_id, "Use the id of a response.")
 
@@ -183,16 +199,7 @@ async def list_messages(
     shown = [_message(f"{completion_id}-{n}", message) for n, message in enumerate(messages)]
     if order == "desc":
         shown.reverse()
-    if after is not None:
-        places = [place for place, message in enumerate(shown) if message["id"] == after]
-        if not places:
-            raise invalid(
-                f"after: {after!r} is no message of this completion. Use last_id of the page "
-                "before.",
-                "after",
-            )
-        shown = shown[places[0] + 1 :]
-    return _page(shown[:limit], len(shown) > limit)
+    return page(shown, after, limit, "message of this completion")
 
 
 def _message(id: str, message: Any) -> dict[str, Any]:
