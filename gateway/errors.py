@@ -22,6 +22,10 @@ _TYPES = {
 }
 
 
+_NO_VALUE = (OverflowError, TypeError, ValueError)
+"""What databases and their JSON say to a number that is too large, or text that is none."""
+
+
 class ApiError(Exception):
     """An answer to the client that says what went wrong and what to do next."""
 

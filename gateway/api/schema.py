@@ -6,6 +6,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from gateway.api import bodies
+
 _ROLLOUT = "/rollouts/{group}/{trajectory}"
 _PARAMETERS = [
     {
@@ -17,6 +19,13 @@ _PARAMETERS = [
     }
     for name in ("group", "trajectory")
 ]
+
+
+_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+_ERRORS = {
+    "4XX": {"description": "What is wrong with the request, and what to do", "content": _ERROR},
+    "5XX": {"description": "What went wrong behind it", "content": _ERROR},
+}
 
 
 def describe(app: FastAPI, surfaces: Mapping[str, str]) -> None:
@@ -31,10 +40,20 @@ def describe(app: FastAPI, surfaces: Mapping[str, str]) -> None:
             schema = get_openapi(
                 title=app.title, version=app.version, summary=app.summary, routes=app.routes
             )
+            for operations in schema["paths"].values():
+                for operation in operations.values():
+                    _with_errors(operation)
             for path, summary in surfaces.items():
                 for prefix, parameters in (("", []), (_ROLLOUT, _PARAMETERS)):
                     place = schema["paths"].setdefault(f"{prefix}/v1/{path}", {})
                     place["post"] = _operation(path, summary, parameters)
+            parts = schema.setdefault("components", {})
+            parts.setdefault("schemas", {})["Error"] = bodies.ERROR
+            parts["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
+            schema["security"] = [{"key": []}, {"x-api-key": []}]
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -42,21 +61,26 @@ def describe(app: FastAPI, surfaces: Mapping[str, str]) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
+def _with_errors(operation: dict[str, Any]) -> None:
+    """Errors as they are, in the place of those that FastAPI would send."""
+    operation["responses"].pop("422", None)
+    operation["responses"].update(_ERRORS)
+
+
 def _operation(path: str, summary: str, parameters: list[dict[str, Any]]) -> dict[str, Any]:
-    body = {"application/json": {"schema": {"type": "object"}}}
     name = path.replace("/", "_")
+    asked = {"application/json": {"schema": bodies.REQUESTS[path]}}
+    answer: dict[str, Any] = {"application/json": {"schema": bodies.ANSWERS[path]}}
+    if "stream" in bodies.REQUESTS[path]["properties"]:
+        answer["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "tags": ["inference"],
         "summary": summary,
         "operationId": f"{name}_rollout" if parameters else name,
         "parameters": parameters,
-        "requestBody": {"required": True, "content": body},
+        "requestBody": {"required": True, "content": asked},
         "responses": {
-            "200": {
-                "description": "The answer, or a stream of its events",
-                "content": {**body, "text/event-stream": {"schema": {"type": "string"}}},
-            },
-            "4XX": {"description": "What is wrong with the request", "content": body},
-            "5XX": {"description": "What went wrong behind it", "content": body},
+            "200": {"description": "The answer, or a stream of its events", "content": answer},
+            **_ERRORS,
         },
     }

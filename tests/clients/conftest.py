@@ -1,15 +1,9 @@
-"""One gateway in front of a toy that plays a tool agent, for all the clients of this folder.
+"""One gateway in front of a toy that plays a tool agent, for all the clients of this folder."""
 
-It runs in a thread of its own, so that clients may block, and be processes.
-"""
-
-import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +14,7 @@ from gateway.store import queries
 from gateway.store.models import Trajectory
 from gateway.store.records import StoredCompletion, StoredTrajectory
 from tests.fake_vllm import FakeVllm
-from tests.gateway.conftest import running, write_toy_base
+from tests.gateway.threaded import in_a_thread
 
 QUESTIONS = ("What colour is the fence?", "And the door?")
 """What the user says in an episode; the toy calls both tools after each, and then answers."""
@@ -158,21 +152,8 @@ class Served:
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The gateway, until the end of the session."""
-    folder: Path = tmp_path_factory.mktemp("clients")
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="gateway", daemon=True)
-    thread.start()
-
-    def wait(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
-
-    parts = running(folder, write_toy_base(folder))
-    strop = wait(parts.__aenter__())
-    yield Served(strop.url, strop.gateway, strop.vllm)
-    wait(parts.__aexit__(None, None, None))
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(10)
-    loop.close()
+    with in_a_thread(tmp_path_factory.mktemp("clients")) as strop:
+        yield Served(strop.url, strop.gateway, strop.vllm)
 
 
 @pytest.fixture
