@@ -6,10 +6,11 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DataError, OperationalError, StatementError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from gateway.store.database import NotStorable
 from gateway.store.journal import connection_lost
 
 _TYPES = {
@@ -22,8 +23,8 @@ _TYPES = {
 }
 
 
-_NO_VALUE = (OverflowError, TypeError, ValueError)
-"""What databases and their JSON say to a number that is too large, or text that is none."""
+NO_VALUE = (NotStorable, OverflowError, UnicodeError)
+"""What is raised for a number that is too large for a database, or text that is none."""
 
 
 class ApiError(Exception):
@@ -102,12 +103,19 @@ def _place(location: Sequence[int | str]) -> str | None:
     return path or None
 
 
-def database_away(error: Exception) -> Response | None:
-    """503 while the database does not answer; None where something else is wrong with it."""
-    if not connection_lost(error):
-        return None
-    message = "The database does not answer. Try again in a few seconds."
-    return ApiError(503, message, code="database_unavailable", retry_after=2).response()
+def database_error(error: Exception) -> Response | None:
+    """503 while the database does not answer, 422 for a value that it cannot hold.
+
+    None where something else is wrong.
+    """
+    if isinstance(error, OperationalError) and connection_lost(error):
+        message = "The database does not answer. Try again in a few seconds."
+        return ApiError(503, message, code="database_unavailable", retry_after=2).response()
+    cause = error.orig if isinstance(error, StatementError) else error
+    if isinstance(error, DataError) or isinstance(cause, NO_VALUE):
+        reason = str(cause).strip().partition("\n")[0]
+        return ApiError(422, f"A value in the request cannot be stored: {reason}.").response()
+    return None
 
 
 def unexpected(error: Exception) -> Response:
@@ -143,8 +151,8 @@ def install(app: FastAPI) -> None:
             return invalid(f"The body is not valid JSON: {first['ctx']['error']}.").response()
         return ApiError(422, message, param=param, code=first["type"]).response()
 
-    async def operational_error(_: Request, error: Exception) -> Response:
-        response = database_away(error)
+    async def from_database(_: Request, error: Exception) -> Response:
+        response = database_error(error)
         if response is None:
             raise error
         return response
@@ -155,5 +163,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(RequestValidationError, validation_error)
-    app.add_exception_handler(OperationalError, operational_error)
+    app.add_exception_handler(StatementError, from_database)
+    for kind in NO_VALUE:
+        app.add_exception_handler(kind, from_database)
     app.add_exception_handler(Exception, any_error)

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from fastapi import FastAPI
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import StatementError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth import authenticate, refusal
-from gateway.errors import ApiError, database_away, unexpected
+from gateway.errors import NO_VALUE, ApiError, database_error, unexpected
 from gateway.telemetry.observation import Tell, observed
 
 _ROLLOUT = re.compile(r"/rollouts/(?P<group>[^/]+)/(?P<trajectory>[^/]+)(?P<path>/v1/.+)")
@@ -69,8 +69,8 @@ async def _answered(endpoint: ASGIApp, scope: Scope, receive: Receive, send: Sen
         await endpoint(scope, receive, send)
     except ApiError as error:
         await error.response()(scope, receive, send)
-    except OperationalError as error:
-        response = database_away(error)
+    except (StatementError, *NO_VALUE) as error:
+        response = database_error(error)
         if response is None:
             await _give_up(error, scope, receive, send)
         else:

@@ -47,6 +47,7 @@ from tests.toy_vllm.requests import (
     ChatRequest,
     CompletionRequest,
     Request,
+    check_texts,
     validation_error,
 )
 
@@ -179,6 +180,7 @@ class FakeVllm:
     async def _tokenize(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
         self._mark(body.get("model"))
+        check_texts(body["messages"])
         tokens = chat_prompt(body["messages"], body.get("tools"))
         answer = {"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens}
         return _json({**answer, "token_strs": None})
@@ -186,6 +188,9 @@ class FakeVllm:
     async def _embeddings(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
         self._mark(body.get("model"))
+        texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise ApiError("input must be a text or a list of texts")
         return _json(embeddings(body["input"], body.get("model") or self.model))
 
     async def _completed(

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.backends.failures import explain_failure
+from gateway.backends.templates import tool_parser_of
 
 __all__ = ["Launch", "LaunchError", "VllmOptions", "explain_failure", "free_port", "prepare"]
 
@@ -85,8 +86,12 @@ class VllmOptions(BaseModel):
     """Adapters that stay in memory. At least as many as are ever loaded at once: vLLM reads one
     that it dropped from its folder again, and dies if the folder is gone."""
 
-    tool_parser: str | None = None
-    """vLLM's --tool-call-parser, such as `hermes` for Qwen; None refuses `tool_choice: auto`."""
+    tool_parser: str = "auto"
+    """vLLM's --tool-call-parser, such as `hermes` for Qwen. `auto`: what the chat template of a
+    model in a folder tells. Without one (empty) `tool_choice: auto` is refused."""
+
+    reasoning_parser: str = ""
+    """vLLM's --reasoning-parser, such as `qwen3`, which parts thoughts from answers."""
 
     extra_args: list[str] = Field(default_factory=list)
     """Further arguments of `vllm serve`, as they are; they win over those made here."""
@@ -137,8 +142,14 @@ def prepare(
     }
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", options.model]
     command += ["--enable-lora", "--disable-uvicorn-access-log"]
-    if options.tool_parser:
-        command += ["--enable-auto-tool-choice", "--tool-call-parser", options.tool_parser]
+    # `usage` tells how much of a prompt was in the prefix cache.
+    command += ["--enable-prompt-tokens-details"]
+    parser = options.tool_parser
+    parser = (tool_parser_of(options.model) or "") if parser == "auto" else parser
+    if parser and not _given("tool-call-parser", options.extra_args):
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    if options.reasoning_parser:
+        command += ["--reasoning-parser", options.reasoning_parser]
     if device == "cpu":
         arguments["distributed-executor-backend"] = "uni"
     for name, value in arguments.items():

@@ -23,9 +23,9 @@ MODULE = "llms.anthropic.messages.adapters.transformation"
 TYPES = "types.utils"
 
 _BLOCKS = {
-    "user": frozenset(("text", "image", "document", "tool_result")),
-    "assistant": frozenset(("text", "tool_use", "thinking", "redacted_thinking")),
-    "system": frozenset(("text",)),
+    "user": ("text", "image", "document", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
 }
 _TRANSLATED_ELSEWHERE = frozenset(("model", "messages", "metadata", "thread"))
 _IGNORED = (
@@ -120,7 +120,7 @@ def continued(request: Json) -> str | None:
     return name if thread.get("type") == "continue" else None
 
 
-def _check_content(content: Any, known: frozenset[str], place: str) -> None:
+def _check_content(content: Any, known: tuple[str, ...], place: str) -> None:
     if not isinstance(content, str | list):
         raise invalid(f"{place}: must be a string or a list of blocks", place)
     for index, block in enumerate(content if isinstance(content, list) else ()):

@@ -77,22 +77,17 @@ _UNSUPPORTED = (
     *("background", "conversation", "prompt", "context_management"),
     *("messages", "n", "strop"),
 )
-_ITEMS = frozenset(
-    [
-        "message",
-        "reasoning",
-        "function_call",
-        "function_call_output",
-        "custom_tool_call",
-        "custom_tool_call_output",
-    ]
+# Tuples, in which anything that JSON can hold may be looked for.
+_ITEMS = (
+    *("message", "reasoning", "function_call", "function_call_output"),
+    *("custom_tool_call", "custom_tool_call_output"),
 )
-_PARTS = frozenset(
-    ("input_text", "output_text", "text", "refusal", "input_image", "input_file", "input_audio")
+_PARTS = (
+    *("input_text", "output_text", "text", "refusal", "input_image", "input_file", "input_audio"),
 )
-_TOOLS = frozenset(("function", "custom"))
+_TOOLS = ("function", "custom")
 _LOGPROBS = "message.output_text.logprobs"
-_INCLUDABLE = frozenset(("reasoning.encrypted_content", _LOGPROBS))
+_INCLUDABLE = ("reasoning.encrypted_content", _LOGPROBS)
 
 
 def check(request: Json) -> None:
@@ -169,6 +164,8 @@ def _check_content(content: Any, place: str) -> None:
                 field,
                 "unsupported_value",
             )
+        if kind.endswith("text") and not isinstance(part.get("text"), str):
+            raise invalid(f"{place}[{index}].text must be a string.", f"{place}[{index}].text")
 
 
 def _check_tools(request: Json) -> None:

@@ -1,5 +1,6 @@
 """One SQLAlchemy engine for SQLite or PostgreSQL, and the migrations that bring it up to date."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,9 +84,25 @@ def _driver_url(url: str) -> URL:
     return parsed
 
 
+class NotStorable(ValueError):
+    """A value that no column holds, such as a whole number of more than 64 bits."""
+
+
+_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
+
+
+def _to_json(value: Any) -> str:
+    try:
+        text = orjson.dumps(value).decode()
+    except TypeError as error:
+        raise NotStorable(str(error)) from error
+    # PostgreSQL's JSON has no character 0, for the sake of which nothing that was sampled is lost.
+    return _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text
+
+
 def _create_engine(url: URL) -> Engine:
     options: dict[str, Any] = {
-        "json_serializer": lambda value: orjson.dumps(value).decode(),
+        "json_serializer": _to_json,
         "json_deserializer": orjson.loads,
         "pool_pre_ping": url.get_backend_name() != "sqlite",
         # They hold prompts, and errors are logged.

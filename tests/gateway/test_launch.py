@@ -67,6 +67,7 @@ def test_cpu_command(model: Path, tmp_path: Path) -> None:
         "disable-uvicorn-access-log": "",
         "served-model-name": "base",
         "host": "127.0.0.1",
+        "enable-prompt-tokens-details": "",
         "generation-config": "vllm",
         "logprobs-mode": "processed_logprobs",
         "max-lora-rank": "16",
@@ -83,7 +84,8 @@ def test_cpu_command(model: Path, tmp_path: Path) -> None:
 
 def test_gpu_command(model: Path, tmp_path: Path, build: Any) -> None:
     build("vllm", "0.32.0", gpu=True)
-    made = prepare(options(model, tool_parser="hermes"), tmp_path, ranks=[8])
+    chosen = options(model, tool_parser="hermes", reasoning_parser="qwen3")
+    made = prepare(chosen, tmp_path, ranks=[8])
     given = flags(made.command)
     assert made.device == "gpu"
     assert given["logprobs-mode"] == "processed_logprobs"
@@ -91,10 +93,39 @@ def test_gpu_command(model: Path, tmp_path: Path, build: Any) -> None:
     assert given["gpu-memory-utilization"] == "0.5"
     assert given["tool-call-parser"] == "hermes"
     assert "enable-auto-tool-choice" in given
+    assert "enable-prompt-tokens-details" in given
+    assert given["reasoning-parser"] == "qwen3"
     assert "kv-cache-memory-bytes" not in given
     assert "distributed-executor-backend" not in given
     assert "TORCHDYNAMO_DISABLE" not in made.env or "TORCHDYNAMO_DISABLE" in os.environ
     assert not (tmp_path / "vllm-metadata").exists()
+
+
+@pytest.mark.usefixtures("build")
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("{% if tools %}<tool_call><function={% endif %}", "qwen3_coder"),
+        ("{% if tools %}<|python_tag|>{% endif %}", "llama3_json"),
+        ("{% if tools %}?{% endif %}", None),
+        ("{{ messages }}<tool_call>", None),
+        (None, None),
+    ],
+)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_the_chat_template_tells_the_tool_parser(
+    model: Path, tmp_path: Path, file: str, template: str | None, parser: str | None
+) -> None:
+    if template is not None:
+        inside = json.dumps({"chat_template": template}) if file.endswith(".json") else template
+        (model / file).write_text(inside)
+    given = flags(prepare(options(model), tmp_path).command)
+    assert given.get("tool-call-parser") == parser
+    assert ("enable-auto-tool-choice" in given) == (parser is not None)
+    assert "tool-call-parser" not in flags(
+        prepare(options(model, tool_parser=""), tmp_path).command
+    )
 
 
 @pytest.mark.usefixtures("build")

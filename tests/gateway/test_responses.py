@@ -221,6 +221,11 @@ async def test_an_unknown_model_is_a_404(strop: Running):
         ({"input": [5]}, "input[0]"),
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [5]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": {}}]}]},
+            "input[0].content[0].text",
+        ),
+        ({"input": "x", "tools": [{"type": ["function"]}]}, "tools[0].type"),
         ({"input": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
         ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),

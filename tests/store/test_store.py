@@ -4,9 +4,11 @@ import asyncio
 import random
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, literal, select, update
+from sqlalchemy.exc import StatementError
 
 from gateway.store import Database, queries, rewards
+from gateway.store.database import NotStorable
 from gateway.store.models import Choice, Completion
 from gateway.store.writer import QueueFull, Writer
 from tests.store.conftest import Captured
@@ -178,3 +180,15 @@ async def test_storing_a_completion_twice_changes_nothing(
     with database.read() as connection:
         assert connection.execute(select(func.count()).select_from(Completion)).scalar() == 1
         assert connection.execute(select(func.count()).select_from(Choice)).scalar() == 1
+
+
+def test_what_a_database_cannot_hold_is_refused_and_character_0_replaced(database: Database):
+    for value in (2**70, {"x": {1, 2}}):
+        with pytest.raises((NotStorable, StatementError)) as caught, database.write() as connection:
+            connection.execute(update(Completion).values(client_metadata={"x": value}))
+        assert isinstance(getattr(caught.value, "orig", caught.value), NotStorable)
+    with database.write() as connection:
+        shown = connection.execute(
+            select(literal({"a": "b\0\\u0000\\\0"}, Completion.client_metadata.type))
+        )
+        assert shown.scalar_one() == {"a": "b\ufffd\\u0000\\\ufffd"}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 
 class ApiError(Exception):
@@ -71,6 +71,16 @@ class Request(BaseModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
+def check_texts(messages: list[dict[str, Any]]) -> None:
+    """Refuse a part of a message whose text is none."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            text = part.get("text") if isinstance(part, dict) else None
+            if text is not None and not isinstance(text, str):
+                raise ApiError("Input should be a valid string", "Bad Request")
+
+
 class ChatRequest(Request):
     """`POST /v1/chat/completions`."""
 
@@ -81,6 +91,12 @@ class ChatRequest(Request):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _texts(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        check_texts(messages)
+        return messages
 
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
