@@ -1,9 +1,16 @@
-"""The numbers of a step."""
+"""The numbers of a step: of its data, and of what its forward pass found."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trainer.objective import effective_share
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
@@ -38,3 +45,64 @@ def of_data(plan: Plan) -> dict[str, object]:
         "staleness_mean": fmean(staleness),
         "staleness_max": max(staleness),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the forward pass of one pass found, of its M trained tokens."""
+
+    now: Tensor
+    """Logprobs under the policy that is trained, (M,)."""
+    logged: Tensor
+    """Those under the policy that sampled, (M,)."""
+    entropies: Tensor
+    """(M,), in nats."""
+    weights: Tensor | None
+    """Limited weights on the loss, where the old policy is recomputed."""
+
+    @property
+    def ratios(self) -> Tensor:
+        """Importance weights before any limit, (M,)."""
+        return torch.exp(self.now.double() - self.logged.double())
+
+
+_RENAMED = {
+    "kl": "kl_base",
+    "clip_ratio/region_mean": "clip_ratio",
+    "clip_ratio/low_mean": "clip_ratio_low",
+    "clip_ratio/high_mean": "clip_ratio_high",
+    "cispo_clip_ratio": "clip_ratio",
+}
+"""TRL's names of metrics, and strop's."""
+
+
+def of_step(logged: Mapping[str, float], seen: Sequence[Seen]) -> dict[str, float]:
+    """What an optimiser step found out.
+
+    Args:
+        logged: TRL's metrics.
+        seen: of its passes.
+    """
+    ratios = torch.cat([each.ratios for each in seen])
+    apart = torch.log(ratios)
+    found = {
+        "loss": logged["loss"],
+        "grad_norm": logged["grad_norm"],
+        "learning_rate": logged["learning_rate"],
+        "entropy": torch.cat([each.entropies for each in seen]).double().mean().item(),
+        "ratio_mean": ratios.mean().item(),
+        "ratio_max": ratios.max().item(),
+        "ratio_min": ratios.min().item(),
+        "effective_sample": effective_share(ratios),
+        "kl_sampling": -apart.mean().item(),
+        "kl_sampling_abs": apart.abs().mean().item(),
+        # Never negative, and of less variance (Schulman's k3).
+        "kl_sampling_k3": (ratios - 1 - apart).mean().item(),
+    }
+    weights = [each.weights.reshape(-1) for each in seen if each.weights is not None]
+    if weights:
+        found["weight_mean"] = torch.cat(weights).mean().item()
+    for theirs, ours in _RENAMED.items():
+        if logged.get(theirs) is not None:
+            found[ours] = logged[theirs]
+    return found

@@ -1,11 +1,13 @@
 """What may be set for a policy, in `strop.toml` under `[policies.NAME]` or by the API."""
 
 import re
+from difflib import get_close_matches
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gateway.store.life_settings import Canary, Guard, Keep
+from gateway.store.training_settings import CORRECTION, Training, check
 
 LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -68,6 +70,13 @@ class PolicySettings(BaseModel):
     """What a completion's reward loses with each turn that lies between it and an earlier one; at
     0 it is its own turn's alone. Rewards of a trajectory are all turns', undiscounted."""
 
+    old_policy: Literal["logged", "recomputed"] = "logged"
+    """What the ratio of the loss is taken against: the logged probabilities, or those of the
+    step's start, with truncated or masked importance weights between the two."""
+
+    kl_version: int | None = Field(default=None, ge=0)
+    """Version that the KL term (`training.beta`) keeps near; without it the base model."""
+
     baseline: Literal["group_mean", "leave_one_out"] = "group_mean"
     """What a member of a group is compared with: the mean of all, or of all others."""
 
@@ -105,6 +114,31 @@ class PolicySettings(BaseModel):
 
     training: dict[str, Any] = Field(default_factory=dict)
     """Fields of TRL's `GRPOConfig`, by their names."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        for name in given if isinstance(given, dict) else ():
+            if name in cls.model_fields:
+                continue
+            if name in Training.model_fields:
+                raise ValueError(f"{name} belongs into the table training: training.{name}")
+            near = get_close_matches(name, cls.model_fields, n=1, cutoff=0.0)[0]
+            raise ValueError(f"{name} is not a setting of a policy; did you mean {near}?")
+        return given
+
+    @model_validator(mode="after")
+    def _trains(self) -> "PolicySettings":
+        check(self.training)
+        ignored = [name for name in self.training if name.startswith(CORRECTION)]
+        if ignored and self.old_policy == "logged":
+            raise ValueError(
+                f'training.{ignored[0]} does something with old_policy = "recomputed" only: '
+                "against logged probabilities there is one ratio, and it is clipped"
+            )
+        if self.kl_version is not None and not self.training.get("beta"):
+            raise ValueError("kl_version does nothing without training.beta above 0")
+        return self
 
     @field_validator("side_calls")
     @classmethod

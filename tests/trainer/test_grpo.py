@@ -33,7 +33,9 @@ def flat_group():
     samples = []
     for number, worth in enumerate((1.2, -0.3, -0.9)):
         answer = tiny.ids(draw, 4 + number)
-        made = tiny.sample([("context", prompt), ("sampled", answer)], advantage=worth)
+        made = tiny.sample(
+            [("context", prompt), ("sampled", answer)], advantage=worth, name=f"t{number}"
+        )
         noise = draw.normal(0, 0.3, len(answer))
         made.spans[0].logprobs[:] = (
             np.array(tiny.logprobs(model, prompt, answer)) + noise
