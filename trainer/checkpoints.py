@@ -120,8 +120,17 @@ def load_adapter(folder: Path, model: Any) -> None:
     Raises:
         ModelError: it is missing, broken, of another shape, or not finite.
     """
+    set_peft_model_state_dict(model, reference(folder, model))
+
+
+def reference(folder: Path, model: Any) -> dict[str, Tensor]:
+    """A version's adapter, by the names of its weights, as it fits into the PEFT model.
+
+    Raises:
+        ModelError: it is missing, broken, of another shape, or not finite.
+    """
     try:
-        weights = load_file(folder / ADAPTER)
+        weights: dict[str, Tensor] = load_file(folder / ADAPTER)
     except Exception as error:
         raise ModelError(
             f"the adapter in {folder} cannot be read ({error}); restore the folder, or roll the "
@@ -139,7 +148,7 @@ def load_adapter(folder: Path, model: Any) -> None:
         )
     if not all(bool(torch.isfinite(w).all()) for w in weights.values()):
         raise ModelError(f"the adapter in {folder} holds numbers that are not finite; roll back.")
-    set_peft_model_state_dict(model, weights)
+    return weights
 
 
 def is_untrained(folder: Path) -> bool:

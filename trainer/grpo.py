@@ -35,6 +35,8 @@ from trainer.logprobs import Way, trained_logprobs
 from trainer.objective import (
     Rows,
     by_answer,
+    by_trajectory,
+    effective_share,
     importance_weights,
     passes_for,
     rows_of,
@@ -99,11 +101,25 @@ class StepTrainer(GRPOTrainer):  # type: ignore[misc]
         try:
             self.train()
             logged = next(log for log in self.state.log_history if "grad_norm" in log)
+            for seen in self._seen:
+                self.ratios.update(seen.answers)
             return metrics.of_step(logged, self._seen)
         finally:
             self._batches, self._seen, self._packed, self._rows = [], [], None, None
             self._inputs = {}
             self._metrics["train"].clear()
+
+    @torch.no_grad()
+    def effective_shares(self, batches: Sequence[PackedStep]) -> dict[str, float]:
+        """Effective sample size of each trajectory's tokens, as a share of them."""
+        ratios: dict[str, list[Tensor]] = {}
+        for packed in batches:
+            now, _ = trained_logprobs(self._causal_model(), packed, self.way)
+            logged = packed.logprobs.view(-1)[packed.term_place]
+            found = by_trajectory(packed, torch.exp(now.double() - logged.double()))
+            for name, part in found.items():
+                ratios.setdefault(name, []).append(part)
+        return {name: effective_share(torch.cat(parts)) for name, parts in ratios.items()}
 
     def _begin_optimising(self, *_: Any) -> None:
         self._optimising = True
@@ -230,9 +246,9 @@ class StepTrainer(GRPOTrainer):  # type: ignore[misc]
             mask = spread(torch.ones_like(logged))
             weights = importance_weights(now, then, mask, self.args)
             self._weigh(weights)
-        seen = metrics.Seen(logprobs.detach(), logged, entropies.detach(), weights)
-        self._seen.append(seen)
-        self.ratios.update(by_answer(packed, seen.ratios))
+        ratios = torch.exp(logprobs.detach().double() - logged.double())
+        answers = by_answer(packed, ratios)
+        self._seen.append(metrics.Seen(ratios, entropies.detach(), weights, answers))
         return now, spread(entropies), None
 
     def _weigh(self, weights: Tensor) -> None:

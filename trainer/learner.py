@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,7 @@ from trainer.logprobs import Way, choose_way
 from trainer.lora_linear import speed_up
 from trainer.model import ModelError, check_targets, device_of, load_base_model, lora_config
 from trainer.packing import PackedStep, micro_batches, pack, row_tokens, unique_tokens
-from trainer.samples import Sample
+from trainer.samples import ChoiceKey, Sample
 from trainer.settings import TrainerSettings
 
 log = logging.getLogger("strop.trainer")
@@ -53,6 +53,8 @@ class Stepped:
     seconds: dict[str, float]
     """By phase."""
     probe: Json
+    ratios: dict[ChoiceKey, float] = field(default_factory=dict)
+    """Mean importance weight of each answer's tokens."""
 
 
 class Learner:
@@ -84,8 +86,9 @@ class Learner:
         self.identity = identity(policy)
         device = device_of(settings)
         lora = Lora.model_validate(policy.lora)
+        chosen = PolicySettings.model_validate(policy.settings)
         arguments = grpo_config(
-            PolicySettings.model_validate(policy.settings),
+            chosen,
             checkpoints.policy_folder(artifacts, policy.project, policy.name),
             device,
         )
@@ -108,6 +111,11 @@ class Learner:
             peft_config=lora_config(lora, policy.base_model),
         )
         speed_up(self.trainer.model)
+        self.trainer.recompute = chosen.old_policy == "recomputed"
+        if policy.reference_path is not None:
+            self.trainer.reference = checkpoints.reference(
+                Path(policy.reference_path), self.trainer.model
+            )
         self.device = device
         self.token_budget = settings.token_budget or memory.token_budget(
             base, way, checkpointing=bool(arguments.gradient_checkpointing)
@@ -173,7 +181,17 @@ class Learner:
         metrics["tokens_trained"] = sum(b.trained for b in batches)
         metrics["passes"] = len(batches)
         metrics["token_budget"] = self.token_budget
-        return Stepped(metrics, clock.seconds, found)
+        return Stepped(metrics, clock.seconds, found, self.trainer.ratios)
+
+    def effective_shares(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Effective sample size of each trajectory's tokens as they weigh now, as a share of them.
+
+        Args:
+            samples: all that are left of their trajectories.
+        """
+        cost = row_tokens if self.trainer.way is Way.PADDED else unique_tokens
+        cuts = micro_batches(samples, self.token_budget, cost)
+        return self.trainer.effective_shares([pack(cut, self.device) for cut in cuts])
 
     def _train(
         self, samples: Sequence[Sample], clock: "Clock"
@@ -286,4 +304,6 @@ def identity(policy: TrainablePolicy) -> tuple[Any, ...]:
         policy.rate_factor,
         repr(sorted(policy.lora.items())),
         repr(sorted(settings.training.items())),
+        settings.old_policy,
+        policy.reference_path,
     )

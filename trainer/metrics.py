@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.objective import effective_share
+from trainer.samples import ChoiceKey
 
 if TYPE_CHECKING:
     from trainer.plan import Plan
@@ -51,19 +52,14 @@ def of_data(plan: Plan) -> dict[str, object]:
 class Seen:
     """What the forward pass of one pass found, of its M trained tokens."""
 
-    now: Tensor
-    """Logprobs under the policy that is trained, (M,)."""
-    logged: Tensor
-    """Those under the policy that sampled, (M,)."""
+    ratios: Tensor
+    """Probability under the policy that is trained over that under the one that sampled, (M,)."""
     entropies: Tensor
     """(M,), in nats."""
     weights: Tensor | None
     """Limited weights on the loss, where the old policy is recomputed."""
-
-    @property
-    def ratios(self) -> Tensor:
-        """Importance weights before any limit, (M,)."""
-        return torch.exp(self.now.double() - self.logged.double())
+    answers: dict[ChoiceKey, float]
+    """Mean ratio of each answer."""
 
 
 _RENAMED = {

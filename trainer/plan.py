@@ -26,7 +26,7 @@ from trainer.credit import (
     equal_scores,
 )
 from trainer.episodes import Episode, episodes
-from trainer.samples import STALE, ChoiceKey, CutTrajectory, Sample, cut, samples_of
+from trainer.samples import ChoiceKey, CutTrajectory, Sample, cut, samples_of
 
 NO_REWARD = "no_reward"
 EQUAL_REWARDS = "equal_rewards"
@@ -112,6 +112,12 @@ class Plan:
     def urgent(self) -> bool:
         """Whether a group among these gets no more rewards, so that waiting brings nothing."""
         return any(group.claimed.final and not group.single for group in self.teaching)
+
+    def weigh(self, ratios: Mapping[ChoiceKey, float]) -> None:
+        """Note the importance weights that the step found."""
+        for group in self.groups:
+            for use in group.uses:
+                use.ratio = ratios.get(ChoiceKey(use.completion_id, use.choice))
 
     def metrics(self) -> dict[str, object]:
         """Numbers about the data of the step."""
@@ -358,21 +364,6 @@ def _scores(members: Sequence[Member]) -> list[float]:
     ]
 
 
-def drop_stale(plan: Plan, stale: Mapping[str, float]) -> None:
-    """Take trajectories out of a step, because too little of them is left to learn from.
-
-    Args:
-        plan: changed in place.
-        stale: ids of samples' trajectories, and the effective sample size of each.
-    """
-    for group in plan.groups:
-        gone = {part.id for m in group.members if m.episode.id in stale for part in m.episode.parts}
-        group.samples = [s for s in group.samples if s.trajectory_id not in stale]
-        for use in group.uses:
-            if use.trajectory_id in gone and use.reason is None:
-                use.reason, use.tokens, use.advantage = STALE, 0, None
-        for outcome in group.outcomes:
-            if outcome.trajectory_id in gone and outcome.reason is None:
-                outcome.reason = STALE
-        if group.reason is None and not group.samples:
-            group.reason = STALE
+def claim_limit(settings: PolicySettings) -> int:
+    """Most groups that are claimed for a step; singles are shares of one."""
+    return settings.groups_per_step * (settings.group_size if settings.singles else 1)

@@ -56,6 +56,7 @@ def config_of(policy: TrainablePolicy, settings: TrainerSettings) -> Json:
         "rate_factor": policy.rate_factor,
         "forked": policy.forked,
         "parent_path": policy.head_path,
+        "reference_path": policy.reference_path,
         "trainer": {name: getattr(settings, name) for name in _SETTINGS},
         "threads": torch.get_num_threads(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -114,6 +115,7 @@ def replay(
         rate_factor=config["rate_factor"],
         forked=config["forked"],
         base_digest=config["base_digest"],
+        reference_path=config.get("reference_path"),
     )
     torch.set_num_threads(config["threads"])
     # The budget that was found for it: passes cut otherwise add up in another order.

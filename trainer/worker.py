@@ -37,9 +37,11 @@ from trainer.arguments import scale_rewards
 from trainer.failures import NOT_FINITE, STOPPED, explain, sentence
 from trainer.learner import Learner, Stepped, TooLong, identity
 from trainer.leases import LeaseKeeper
-from trainer.plan import Plan, PlannedGroup, make_plan
+from trainer.plan import Plan, PlannedGroup, claim_limit, make_plan
 from trainer.recipe import recipe_of
+from trainer.reporting import Reporter
 from trainer.settings import TrainerSettings
+from trainer.staleness import aged, drop_stale
 
 log = logging.getLogger("strop.trainer")
 
@@ -94,6 +96,7 @@ class Worker:
         self._stop = threading.Event()
         self._learners: OrderedDict[_Key, Learner] = OrderedDict()
         self._backoffs: dict[_Key, _Backoff] = {}
+        self._reporter = Reporter(artifacts)
         self._limits: dict[_Key, int] = {}
         """Longest sample that has room in memory, where one did not."""
 
@@ -104,6 +107,12 @@ class Worker:
     def run(self, once: bool = False) -> bool:
         """Train until stopped, or make one pass over what is ready; False if a step failed."""
         log.info("%s: waiting for groups", self.name)
+        try:
+            return self._run(once)
+        finally:
+            self._reporter.close()
+
+    def _run(self, once: bool) -> bool:
         while not self._stop.is_set():
             try:
                 visits = self._pass()
@@ -145,7 +154,8 @@ class Worker:
         try:
             settings = PolicySettings.model_validate(policy.settings)
         except ValidationError as error:
-            log.error("%s: its settings are wrong: %s", policy.name, sentence(error))
+            words = "; ".join(found["msg"] for found in error.errors())
+            log.error("%s: its settings are wrong: %s", policy.name, words)
             self._back_off(policy)
             return Visit.FAILED
         if policy.held_by not in (None, self.name):
@@ -155,7 +165,7 @@ class Worker:
             self._database,
             policy,
             self.name,
-            limit=settings.groups_per_step,
+            limit=claim_limit(settings),
             group_size=settings.group_size,
             settle_seconds=settings.settle_seconds,
             deadline_seconds=settings.deadline_seconds,
@@ -193,6 +203,9 @@ class Worker:
             rest = [g.claimed for g, over in zip(plan.groups, done, strict=True) if not over]
             claims.release_groups(self._database, rest, self.name)
             return Visit.SKIPPED if hopeless else Visit.NOTHING
+        old = aged(plan)
+        if old:
+            drop_stale(plan, self._learner(policy).effective_shares(old))
         if not plan.teaching:
             self._skip(policy, plan.groups)
             return Visit.SKIPPED
@@ -221,6 +234,7 @@ class Worker:
             learner = self._learner(policy)
             loaded = time.perf_counter()
             stepped = learner.step(plan.samples, self._stop.is_set)
+            plan.weigh(stepped.ratios)
             number = training.next_version(self._database, policy)
             path = checkpoints.version_folder(
                 self._artifacts, policy.project, policy.name, number, step_id
@@ -261,6 +275,7 @@ class Worker:
         learner.version = number
         self._backoffs.pop(_key(policy), None)
         _report(policy, step_id, number, plan, stepped, seconds["total"])
+        self._reporter.report(policy, settings, number, metrics)
         with contextlib.suppress(SQLAlchemyError):
             retention.prune(self._database, policy, settings.keep)
         return Visit.STEPPED

@@ -36,6 +36,8 @@ class TrainablePolicy:
     base_digest: str | None = None
     held_by: str | None = None
     """The trainer that takes a step of it now."""
+    reference_path: str | None = None
+    """Adapter of its `kl_version`; None where the KL term keeps near the base model."""
 
 
 @dataclass(slots=True)
@@ -86,10 +88,20 @@ def trainable_policies(database: Database) -> list[TrainablePolicy]:
                 forked=row["forked_from"] is not None,
                 base_digest=row["base_digest"],
                 held_by=row["lease_owner"] if (row["lease_expires"] or 0) > now else None,
+                reference_path=_reference(connection, row),
             )
             for row in connection.execute(query).mappings()
             if not _waits_for_trial(row)
         ]
+
+
+def _reference(connection: Connection, row: RowMapping) -> str | None:
+    number = row["settings"].get("kl_version")
+    if number is None or (number == 0 and row["forked_from"] is None):
+        return None
+    found = queries.version(connection, row["project"], row["name"], number)
+    path = found["adapter_path"] if found is not None else None
+    return path or f"{row['name']}@{number}, its kl_version, which there is not,"
 
 
 def _waits_for_trial(row: RowMapping) -> bool:

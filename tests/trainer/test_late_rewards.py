@@ -157,3 +157,25 @@ def test_a_reward_of_a_turn_that_comes_late_changes_the_turns_that_it_reaches(ma
     plan = plan_of(log)
     # Only the first turn returns more than before: 2 against 0.
     assert taught(plan) == {first: 0.5, second: 0.0}
+
+
+def test_what_age_has_left_too_little_of_is_stale(make_log, base_model, trainer_settings):
+    from tests.trainer import tiny
+    from trainer.worker import Worker
+
+    log = make_log(min_effective_sample=0.5)
+    prompt, answer = [10, 11, 12], [40, 41, 42, 43]
+    now = tiny.logprobs(base_model, prompt, answer)
+    # One of its tokens would weigh e^6 times as much as the others.
+    far = [now[0] - 6.0, *now[1:]]
+    log.add("g", "t0", [Turn(prompt, [answer], [now], version=3)], reward=1.0)
+    log.add("g", "t1", [Turn(prompt, [answer], [far], version=3)], reward=0.0)
+    log.move_head(1)
+    assert Worker(log.database, log.artifacts, trainer_settings).run(once=True)
+    assert log.states() == {"t0": ("used", None), "t1": ("skipped", "stale")}
+    rows = log.rows("select completion_id, advantage, tokens, reason, ratio from completion_uses")
+    found = {row[0]: row[1:] for row in rows}
+    # It is not trained on, and was compared with all the same.
+    assert found["c2"][:3] == (None, 0, "stale")
+    assert found["c1"][0] == pytest.approx(0.5 / (0.5**0.5 + 1e-4))
+    assert found["c1"][3] == pytest.approx(1.0, abs=1e-3)

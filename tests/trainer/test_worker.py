@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sqlalchemy import update
 
 from gateway.store import claims
 from gateway.store.claims import ClaimedGroup
+from gateway.store.models import Policy
 from tests.trainer import tiny
 from trainer import checkpoints
 from trainer import worker as worker_module
@@ -282,11 +284,17 @@ def test_a_base_model_that_is_not_there_fails_the_step_in_words(
     assert "is not a model folder" in steps(log)[0][3]
 
 
-def test_an_unknown_training_setting_fails_the_step_in_words(make_log, make_worker, base_model):
-    log = make_log(training={"learning_rat": 1})
+def test_an_unknown_training_setting_in_the_database_is_refused_in_words(
+    make_log, make_worker, base_model, caplog
+):
+    log = make_log()
+    with log.database.write() as connection:
+        settings = {**log.policy.settings, "training": {"learning_rat": 1}}
+        connection.execute(update(Policy).values(settings=settings))
     log.episodes(base_model, "g", [1.0, 0.0])
     assert not make_worker(log).run(once=True)
-    assert "did you mean training.learning_rate" in steps(log)[0][3]
+    assert "did you mean training.learning_rate" in caplog.text
+    assert steps(log) == []
 
 
 def test_groups_of_a_dead_trainer_are_taken_over_when_their_lease_runs_out(
