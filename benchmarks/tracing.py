@@ -116,7 +116,8 @@ def main() -> None:
                     kind = "stream" if stream else "JSON"
                     print(
                         f"{kind:>6} × 16 Langfuse {name:<3} {row['per_second']:7.0f}/s "
-                        f"p50 {row['p50_ms']:6.2f} p99 {row['p99_ms']:6.2f} ms  left {left}",
+                        f"p50 {row['p50_ms']:6.2f} p99 {row['p99_ms']:6.2f} ms  "
+                        f"CPU {row['cpu_ms']:.2f} ms  left {left}",
                         flush=True,
                     )
     for stream, kind in ((False, "JSON"), (True, "stream")):

@@ -21,8 +21,14 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
+from gateway.store.bulk import BulkInsert
 from gateway.store.models import Completion, Reward, Trajectory
 from gateway.store.tracing_models import LangfuseCursor, OutboxEntry
+
+_ADD = {
+    name: BulkInsert(dialect_insert(OutboxEntry).on_conflict_do_nothing())
+    for name, dialect_insert in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}
 
 COMPLETION = "completion"
 REWARD = "reward"
@@ -52,7 +58,7 @@ def add(connection: Connection, kind: str, things: Iterable[tuple[str, str]], no
     """Note things as to be sent, each a project and an id."""
     rows = [{"project": project, "kind": kind, "ref": ref, "at": now} for project, ref in things]
     if rows:
-        connection.execute(insert(OutboxEntry), rows)
+        _ADD[connection.dialect.name].run(connection, rows)
 
 
 def add_where_traced(
