@@ -43,6 +43,8 @@ from gateway.events import EventHub
 from gateway.front import Strop
 from gateway.gateway import Gateway
 from gateway.guard import Guard
+from gateway.judge.asking import Asker
+from gateway.judge.judging import Judging
 from gateway.publisher import Publisher
 from gateway.settings import Settings
 from gateway.store import Database
@@ -175,6 +177,11 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             parts = [part.run() for part in gateway.deliveries]
             parts += [publisher.run(), guard.run(), hub.run()]
             tasks = [asyncio.create_task(part) for part in parts]
+            asker = Asker(settings.providers, publisher, pool)
+            judging = Judging(
+                database, writer, asker, traced=settings.langfuse.projects, poll=settings.judge_poll
+            )
+            tasks.append(asyncio.create_task(judging.run()))
             if settings.retention_days is not None:
                 days = settings.retention_days
                 deleting = retention.run(database, writer, days, worker.publishes)

@@ -95,6 +95,9 @@ class Settings(StoreSettings):
     retention_days: float | None = Field(default=None, gt=0)
     """Days after its last completion or reward at which a trajectory is deleted. None: never."""
 
+    judge_poll: float = Field(default=2.0, gt=0)
+    """Seconds between two looks for groups that a judge is to rank."""
+
     keep_loaded: int = Field(default=2, ge=0)
     """Earlier versions that stay loaded behind the alias, for trajectories that began with them."""
 

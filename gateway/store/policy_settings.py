@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from gateway.store.judge_settings import Judge
 from gateway.store.life_settings import Canary, Guard, Keep
 from gateway.store.training_settings import CORRECTION, Training, check
 
@@ -111,6 +112,9 @@ class PolicySettings(BaseModel):
 
     pause_after: int = Field(default=3, ge=1)
     """Steps in a row with numbers that are not finite after which the policy is paused."""
+
+    judge: Judge | None = None
+    """A model that ranks the members of groups that nobody rewards."""
 
     training: dict[str, Any] = Field(default_factory=dict)
     """Fields of TRL's `GRPOConfig`, by their names."""
