@@ -128,6 +128,12 @@ def _credit(member: Returns, means: Sequence[float], divisor: float, others_of: 
     return Credit(tuple(advantages), tuple(baselines))
 
 
+def nothing_beside(member: Returns) -> Credit:
+    """The credit of what stands beside others, but has nothing that it may be compared with."""
+    values = tuple(value or 0.0 for value in member)
+    return Credit(tuple(None if value is None else 0.0 for value in member), values)
+
+
 def against_running(member: Returns, policy: Running, task: Running, scale: str) -> Credit:
     """The credit of a task that was seen once, against what was seen before it.
 

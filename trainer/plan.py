@@ -11,6 +11,7 @@ learn from all.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from gateway.store.claims import ClaimedGroup, TrainablePolicy
 from gateway.store.policy_settings import PolicySettings
@@ -24,6 +25,7 @@ from trainer.credit import (
     advantages,
     against_running,
     equal_scores,
+    nothing_beside,
 )
 from trainer.episodes import Episode, episodes
 from trainer.samples import ChoiceKey, CutTrajectory, Sample, cut, samples_of
@@ -140,9 +142,14 @@ def make_plan(
     together = [arena for arena in arenas if arena.single is None]
     if together:
         leave_one_out = settings.baseline == "leave_one_out"
-        found = advantages([arena.returns for arena in together], scale, leave_one_out)
-        for arena, credits in zip(together, found, strict=True):
-            arena.credits = credits
+        parts = [part for arena in together for part in arena.parts if len(part) > 1]
+        found = iter(advantages(parts, scale, leave_one_out))
+        for arena in together:
+            arena.credits = [
+                credit
+                for part in arena.parts
+                for credit in (next(found) if len(part) > 1 else map(nothing_beside, part))
+            ]
     for grouping in planned:
         grouping.teach()
     return Plan([grouping.group for grouping in planned], policy.head, settings)
@@ -153,6 +160,8 @@ class _Arena:
     """Members that are compared with each other, and what came of it."""
 
     members: list[Member]
+    by_choice: bool
+    """Choices are compared with the others of their completion alone."""
     single: Callable[[Returns], Credit] | None = None
     """What compares the only member with the running baseline."""
     credits: list[Credit] = field(default_factory=list)
@@ -160,6 +169,15 @@ class _Arena:
     @property
     def returns(self) -> list[Returns]:
         return [value for member in self.members for value in member.compared.values()]
+
+    @property
+    def parts(self) -> list[list[Returns]]:
+        """The same, in the parts within which it is compared."""
+        if not self.by_choice:
+            return [self.returns]
+        keyed = [one for member in self.members for one in member.compared.items()]
+        groups = groupby(keyed, lambda one: one[0] and one[0].completion_id)
+        return [[value for _, value in group] for _, group in groups]
 
 
 class _Grouping:
@@ -225,7 +243,7 @@ class _Grouping:
     def _compare(self, members: list[Member], final: bool) -> str | None:
         """Put members beside each other; returns why there is nothing to learn from that."""
         self.group.compared.append(members)
-        arena = _Arena(members)
+        arena = _Arena(members, self.claimed.by_choice)
         running = self.claimed.relatives.running
         if len(arena.returns) < 2:
             if not final:
@@ -236,7 +254,9 @@ class _Grouping:
             arena.single = lambda value: against_running(value, running, task, self._scale)
             arena.credits = [arena.single(arena.returns[0])]
             self.group.single = True
-        elif equal_scores(arena.returns) and not any(self._taught(member) for member in members):
+        elif all(len(part) < 2 for part in arena.parts):
+            return self._leave_all_out(members, TOO_FEW) if final else TOO_FEW
+        elif all(map(equal_scores, arena.parts)) and not any(map(self._taught, members)):
             return self._leave_all_out(members, EQUAL_REWARDS)
         self.teaching.append(arena)
         return None

@@ -6,13 +6,14 @@ Rewards of the trajectory belong to the whole episode, those of a completion to 
 `trainer.credit`.
 
 A completion with several choices that were rewarded one by one is several episodes that share a
-beginning. Each of its choices is then compared on its own, with the score of the trajectory plus
+beginning, and a group of its own unless the client named the group (see `gateway.store.choices`).
+Each of its choices is then compared on its own, with the score of the trajectory plus
 its own rewards; a turn before it is worth the mean of what it led to; choices without a reward of
 their own are left out. A missing reward is missing, never 0: with no reward there is no score.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from statistics import fmean
 
 from gateway.store.records import StoredReward, StoredTrajectory
@@ -65,7 +66,9 @@ def score(trajectory: StoredTrajectory, weights: Mapping[str, float]) -> Traject
         for (completion, choice), value in sums.items()
         if completion is not None and choice is not None
     }
-    return TrajectoryScores(shared.episode, turns, choices, components)
+    # Those of one completion stand together, for they may be compared with each other alone.
+    ordered = dict(sorted(choices.items(), key=lambda one: astuple(one[0])))
+    return TrajectoryScores(shared.episode, turns, ordered, components)
 
 
 def _newest(trajectory: StoredTrajectory) -> dict[tuple[_Target, str], float]:

@@ -166,6 +166,7 @@ class Worker:
             policy,
             self.name,
             limit=claim_limit(settings),
+            at_least=settings.groups_per_step,
             group_size=settings.group_size,
             settle_seconds=settings.settle_seconds,
             deadline_seconds=settings.deadline_seconds,

@@ -4,17 +4,23 @@ Every function runs in a transaction of its own, but for those that take a conne
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, case, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, func, or_, select, text, update
 
-from gateway.store import policy_leases, queries, relatives
+from gateway.store import policy_leases, queries, relatives, waiting
 from gateway.store.database import Database
 from gateway.store.models import Group, Policy, Trajectory, Version
 from gateway.store.records import Json, StoredTrajectory
 from gateway.store.relatives import Relatives, has_reward, stands_alone
+
+_MOST = 256
+"""Trajectories of one group that are taken at once; the rest of a larger one is taken next."""
+
+_SPARE = 64
+"""Groups that are looked at beyond those that are wanted: some turn out not to be ready."""
 
 
 @dataclass(slots=True)
@@ -44,7 +50,8 @@ class TrainablePolicy:
 class ClaimedGroup:
     """A group that one trainer holds for as long as its lease lasts.
 
-    `trajectories` are those that wait for training, with and without rewards.
+    `trajectories` are those that wait for training: the rewarded ones, and the others too if the
+    group is final.
     """
 
     project: str
@@ -55,6 +62,8 @@ class ClaimedGroup:
     trajectories: list[StoredTrajectory]
     task: str | None = None
     relatives: Relatives = field(default_factory=Relatives)
+    by_choice: bool = False
+    """The choices of one completion are compared with each other, and with nothing else."""
 
 
 def trainable_policies(database: Database) -> list[TrainablePolicy]:
@@ -120,155 +129,221 @@ def claim_groups(
     settle_seconds: float,
     deadline_seconds: float,
     lease_seconds: float,
+    at_least: int = 1,
     exclusive: bool = False,
 ) -> list[ClaimedGroup]:
     """Take up to `limit` ready groups for `worker`, the longest waiting first.
 
-    A group is ready when `group_size` of its waiting trajectories have a reward, when it was
-    closed, or when the first of them has waited `deadline_seconds`; and when nothing was added to
-    it for `settle_seconds`, so that no episode is taken in its middle; or when rewards of members
-    that were decided about before have changed. Held groups come back to everybody when their lease
-    runs out.
+    A group is ready when `group_size` of its waiting members have a reward, when all choices have
+    one in a group of the choices of one completion, when it was closed, or when the first of its
+    trajectories has waited `deadline_seconds`; and when nothing was added to its rewarded
+    trajectories for `settle_seconds`, so that no episode is taken in its middle; or when rewards of
+    members that were decided about before have changed. Held groups come back to everybody when
+    their lease runs out.
+
+    Fewer than `at_least` are taken only if one of them gets no more rewards: the others can wait,
+    and until then nothing of them is read.
 
     Args:
         exclusive: with the groups, take the lease on the policy: all or nothing.
     """
     now = time.time()
-    waiting = func.count()
-    rewarded = func.sum(case((has_reward, 1), else_=0))
-    ready = (
-        select(Group.id)
-        .join(
-            Trajectory,
-            (Trajectory.project == Group.project)
-            & (Trajectory.policy == Group.policy)
-            & (Trajectory.group_id == Group.id),
-        )
-        .where(
-            Group.project == policy.project,
-            Group.policy == policy.name,
-            or_(Group.lease_owner.is_(None), Group.lease_expires < now),
-            Trajectory.state == "open",
-            Trajectory.split == "train",
-            Trajectory.settled_revision.is_(None),
-            stands_alone,
-        )
-        .group_by(Group.id, Group.closed_at, Group.strikes)
-        .having(
-            func.max(Trajectory.updated_at) <= now - settle_seconds,
-            or_(
-                rewarded >= group_size,
-                Group.closed_at.is_not(None),
-                (func.min(Trajectory.created_at) <= now - deadline_seconds) & (rewarded > 0),
-            ),
-            waiting > 0,
-        )
-        # Those with which steps had to be undone come last.
-        .order_by(Group.strikes, func.min(Trajectory.created_at))
-        .limit(limit)
-    )
-
-    def find(connection: Connection) -> tuple[list[str], set[str]]:
-        ids = list(connection.execute(ready).scalars())
-        fresh = set(ids)
-        revised = relatives.revised_groups(
-            connection,
-            policy.project,
-            policy.name,
-            settled_before=now - settle_seconds,
-            limit=limit,
-        )
-        return [*ids, *(id for id in revised if id not in fresh)][:limit], fresh
-
+    rule = _Rule(group_size, now - settle_seconds, now - deadline_seconds, now, limit, at_least)
+    with database.read() as connection:
+        ids, revised = _candidates(connection, policy, rule)
+    if not ids:
+        return []
     with database.write() as connection:
-        ids, fresh = find(connection)
-        if exclusive and ids:
+        if exclusive:
             if not policy_leases.take(connection, policy, worker, now, lease_seconds):
                 return []
-            ids, fresh = find(connection)
-        taken = [id for id in ids if _lease(connection, policy, id, worker, now, lease_seconds)]
-    found = [_claimed(database, policy, id, id in fresh, now - deadline_seconds) for id in taken]
+            ids, revised = _candidates(connection, policy, rule)
+        taken = _take(connection, policy, ids, revised, worker, rule, now + lease_seconds)
+    with database.read() as connection:
+        found = [_claimed(connection, policy, group) for group in taken]
     claimed = [group for group in found if group.trajectories]
     if len(claimed) < len(found):
         release_groups(database, [group for group in found if not group.trajectories], worker)
-    if exclusive and ids and not claimed:
+    if exclusive and not claimed:
         policy_leases.release(database, policy, worker)
     return claimed
 
 
-def _lease(
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """When a group is ready; times are Unix seconds."""
+
+    size: int
+    settled_before: float
+    began_before: float
+    now: float
+    limit: int
+    at_least: int
+
+    def holds(self, group: RowMapping) -> bool:
+        """Whether a group, whose numbers are right, is ready but for settling."""
+        waiting: int = group["waiting"]
+        complete = group["choices"] is not None and waiting >= group["choices"]
+        enough = waiting > 0 and (waiting >= self.size or complete)
+        return group["oldest_at"] is not None and (enough or self.final(group))
+
+    def final(self, group: RowMapping) -> bool:
+        """Whether it gets no more rewards, or need not wait for them."""
+        overdue = group["waiting"] > 0 and group["oldest_at"] <= self.began_before
+        return group["closed_at"] is not None or overdue
+
+
+def _candidates(
+    connection: Connection, policy: TrainablePolicy, rule: _Rule
+) -> tuple[list[str], dict[str, float]]:
+    """Groups that look ready, best first, none if they are too few for a step; and, of those in
+    which rewards changed, since when.
+
+    Their rows may say too much, never too little.
+    """
+    # Each way to become ready has an index, whose condition is spelt out here.
+    some = text("groups.waiting > 0")
+    ended = text(
+        "(groups.closed_at IS NOT NULL OR groups.choices IS NOT NULL) "
+        "AND groups.oldest_at IS NOT NULL"
+    )
+    ways = (
+        (some, Group.waiting >= rule.size),
+        (some, Group.oldest_at <= rule.began_before),
+        (ended, or_(Group.closed_at.is_not(None), Group.waiting >= Group.choices)),
+    )
+    found: dict[str, RowMapping] = {}
+    for way in ways:
+        query = (
+            select(Group.__table__)
+            .where(*_free(policy, rule.now), *way)
+            .order_by(Group.strikes, Group.oldest_at)
+            .limit(4 * rule.limit + _SPARE)
+        )
+        found.update((row["id"], row) for row in connection.execute(query).mappings())
+    newest = (
+        select(Trajectory.group_id, func.max(Trajectory.updated_at))
+        .where(
+            Trajectory.project == policy.project,
+            Trajectory.policy == policy.name,
+            Trajectory.group_id.in_(list(found)),
+            waiting.FRESH,
+            Trajectory.rewarded.is_(True),
+        )
+        .group_by(Trajectory.group_id)
+    )
+    for group_id, at in connection.execute(newest):
+        if at > rule.settled_before:
+            del found[group_id]
+    revised = waiting.revised(
+        connection,
+        policy.project,
+        policy.name,
+        settled_before=rule.settled_before,
+        limit=rule.limit,
+    )
+    ids = sorted(found, key=lambda id: (found[id]["strikes"], found[id]["oldest_at"]))
+    ids += [id for id in revised if id not in found]
+    urgent = [
+        *map(rule.final, found.values()),
+        *(at <= rule.began_before for at in revised.values()),
+    ]
+    return (ids if len(ids) >= rule.at_least or any(urgent) else []), revised
+
+
+def _free(policy: TrainablePolicy, now: float) -> tuple[ColumnElement[bool], ...]:
+    return (
+        Group.project == policy.project,
+        Group.policy == policy.name,
+        or_(Group.lease_owner.is_(None), Group.lease_expires < now),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    row: RowMapping
+    fresh: bool
+    """Its members that were not decided about before are enough."""
+    final: bool
+
+
+def _take(
     connection: Connection,
     policy: TrainablePolicy,
-    group_id: str,
+    ids: Sequence[str],
+    revised: Mapping[str, float],
     worker: str,
-    now: float,
-    seconds: float,
-) -> bool:
-    # Conditional once more: on PostgreSQL another worker may have been faster.
-    result = connection.execute(
+    rule: _Rule,
+    expires: float,
+) -> list[_Taken]:
+    """Lease groups, having counted what is in them."""
+    taken: list[_Taken] = []
+    for id in ids:
+        one = (*_free(policy, rule.now), Group.id == id)
+        # On PostgreSQL another worker may have been faster. A group that is being written to can
+        # be had the next time; waiting for it while others are held would be a risk of deadlock.
+        free = select(Group.id).where(*one).with_for_update(skip_locked=True)
+        if connection.execute(free).first() is None:
+            continue
+        waiting.count(connection, [(policy.project, policy.name, id)])
+        group = connection.execute(select(Group.__table__).where(*one)).mappings().one()
+        fresh = rule.holds(group)
+        if fresh or id in revised:
+            # A correction to a closed group does not hurry: it may wait for other groups.
+            overdue = id in revised and revised[id] <= rule.began_before
+            taken.append(_Taken(group, fresh, (fresh and rule.final(group)) or overdue))
+        if len(taken) == rule.limit:
+            break
+    if len(taken) < rule.at_least and not any(group.final for group in taken):
+        return []
+    connection.execute(
         update(Group)
         .where(
             Group.project == policy.project,
             Group.policy == policy.name,
-            Group.id == group_id,
-            or_(Group.lease_owner.is_(None), Group.lease_expires < now),
+            Group.id.in_([group.row["id"] for group in taken]),
         )
-        .values(lease_owner=worker, lease_expires=now + seconds)
+        .values(lease_owner=worker, lease_expires=expires)
     )
-    return result.rowcount == 1
+    return taken
 
 
-def _claimed(
-    database: Database,
-    policy: TrainablePolicy,
-    group_id: str,
-    fresh: bool,
-    expired_before: float,
-) -> ClaimedGroup:
-    with database.read() as connection:
-        closed_at, task = connection.execute(
-            select(Group.closed_at, Group.task).where(
-                Group.project == policy.project,
-                Group.policy == policy.name,
-                Group.id == group_id,
-            )
-        ).one()
-        members = select(Trajectory.id).where(
-            Trajectory.project == policy.project,
-            Trajectory.policy == policy.name,
-            Trajectory.group_id == group_id,
-            Trajectory.state == "open",
-            Trajectory.split == "train",
-            stands_alone,
-        )
-        if not fresh:
-            # Only what was decided about before: the others are not enough yet.
-            members = members.where(Trajectory.settled_revision.is_not(None))
-        ids = list(connection.execute(members).scalars())
-        found = queries.trajectories(connection, policy.project, ids)
-        # A correction to a closed group does not hurry: it may wait for other groups.
-        final = (fresh and closed_at is not None) or any(
-            (t.created_at if t.settled_revision is None else t.updated_at) <= expired_before
-            for t in found
-        )
-        late = final or any(t.settled_revision is not None for t in found)
-        return ClaimedGroup(
-            project=policy.project,
-            policy=policy.name,
-            id=group_id,
-            final=final,
-            trajectories=found,
-            task=task,
-            relatives=relatives.find(
-                connection,
-                policy.project,
-                policy.name,
-                policy.head,
-                found,
-                task=task,
-                with_peers=late and bool(found),
-            ),
-        )
+def _claimed(connection: Connection, policy: TrainablePolicy, group: _Taken) -> ClaimedGroup:
+    row, final = group.row, group.final
+    members = select(Trajectory.id).where(
+        Trajectory.project == policy.project,
+        Trajectory.policy == policy.name,
+        Trajectory.group_id == row["id"],
+        waiting.OPEN,
+        stands_alone,
+    )
+    if not group.fresh:
+        # Only what was decided about before: the others are not enough yet.
+        members = members.where(Trajectory.settled_revision.is_not(None))
+    elif not final:
+        members = members.where(or_(Trajectory.settled_revision.is_not(None), has_reward))
+    members = members.order_by(Trajectory.rewarded.desc(), Trajectory.created_at).limit(_MOST)
+    ids = list(connection.execute(members).scalars())
+    found = queries.trajectories(connection, policy.project, ids)
+    late = final or any(t.settled_revision is not None for t in found)
+    return ClaimedGroup(
+        project=policy.project,
+        policy=policy.name,
+        id=row["id"],
+        final=final,
+        trajectories=found,
+        task=row["task"],
+        relatives=relatives.find(
+            connection,
+            policy.project,
+            policy.name,
+            policy.head,
+            found,
+            task=row["task"],
+            with_peers=late and bool(found),
+        ),
+        by_choice=row["choices"] is not None,
+    )
 
 
 def renew_leases(
@@ -310,3 +385,4 @@ def release(connection: Connection, groups: Sequence[ClaimedGroup], worker: str)
             .where(*held_by(group, worker))
             .values(lease_owner=None, lease_expires=None)
         )
+    waiting.count(connection, [(group.project, group.policy, group.id) for group in groups])

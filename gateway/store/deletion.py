@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy import Connection, RowMapping, delete, exists, select, update
 
+from gateway.store import waiting
 from gateway.store.models import Choice, Completion, CompletionUse, Group, Reward, Trajectory
 from gateway.store.reading import stored_completions
 from gateway.store.records import (
@@ -74,6 +75,7 @@ def delete_completions(
     connection.execute(delete(Completion).where(Completion.id.in_(doomed)))
     _free_choices(connection, project, doomed)
     _recount_rewards(connection, project, places)
+    groups = waiting.groups_of(connection, project, places)
     left = set(
         connection.execute(
             select(Completion.trajectory_id)
@@ -82,6 +84,8 @@ def delete_completions(
         ).scalars()
     )
     emptied = _remove_trajectories(connection, project, sorted(places - left))
+    waiting.hold(connection, groups)
+    waiting.count(connection, groups)
     return Deleted(len(doomed), emptied)
 
 
@@ -131,9 +135,10 @@ def delete_older_than(
 
 
 def _lock(connection: Connection, project: str, trajectory_ids: Sequence[str] | set[str]) -> None:
-    # A turn is stored after an upsert of its trajectory, which waits for this lock. In the order
-    # of the writer, so that the two never wait for each other in a circle. (SQLite has one
-    # writer at a time, and ignores it.)
+    # A turn is stored after an upsert of its group and trajectory, which waits for these locks. In
+    # the order of the writer, so that the two never wait for each other in a circle. (SQLite has
+    # one writer at a time, and ignores it.)
+    waiting.hold(connection, waiting.groups_of(connection, project, trajectory_ids))
     connection.execute(
         select(Trajectory.id)
         .where(Trajectory.project == project, Trajectory.id.in_(trajectory_ids))

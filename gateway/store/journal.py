@@ -21,14 +21,9 @@ import orjson
 import psycopg
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from gateway.store.rewards import (
-    NewReward,
-    RewardList,
-    RewardRefused,
-    UnknownTarget,
-    known_targets,
-)
+from gateway.store.rewards import RewardRefused, UnknownTarget
 from gateway.store.rows import EncodedCompletion, Row
+from gateway.store.targets import NewReward, RewardList, known_targets
 
 log = logging.getLogger("strop.journal")
 
@@ -105,13 +100,17 @@ class Entry:
             return RewardList(value["project"], [NewReward(**item) for item in value["rewards"]])
         return EncodedCompletion(
             trajectory=_unpack(value["trajectory"]),
-            group=_unpack(value["group"]) if value["group"] else None,
             # Entries of an earlier release lack what is new.
+            group=_group(_unpack(value["group"])) if value["group"] else None,
             completion={"traceparent": None, **_unpack(value["completion"])},
             choices=[_unpack(choice) for choice in value["choices"]],
             continued=_unpack(value["continued"]) if value["continued"] else None,
             tails={},
         )
+
+
+def _group(row: Row) -> Row:
+    return {"oldest_at": row["created_at"], **row}
 
 
 def packed(work: Work) -> tuple[str, bytes]:

@@ -14,6 +14,8 @@ from gateway.store.base import Base as Base
 from gateway.store.base import RowId as RowId
 from gateway.store.base import only_where
 
+_OPEN = "state = 'open' AND split = 'train'"
+
 
 class Policy(Base):
     """A named model that is being trained."""
@@ -159,7 +161,15 @@ class Trajectory(Base):
             Index(
                 "ix_trajectories_open", "project", "policy", "group_id", "rewarded", "created_at"
             ),
-            "state = 'open' AND split = 'train'",
+            _OPEN,
+        ),
+        only_where(
+            Index("ix_trajectories_revised", "project", "policy", "group_id"),
+            f"{_OPEN} AND settled_revision IS NOT NULL",
+        ),
+        only_where(
+            Index("ix_trajectories_lent", "project", "policy", "group_id", "created_at"),
+            f"{_OPEN} AND parent_id IS NOT NULL",
         ),
         Index("ix_trajectories_parent", "project", "parent_id"),
         Index("ix_trajectories_created", "project", "created_at"),

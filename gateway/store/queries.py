@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, func, select
+from sqlalchemy import Connection, RowMapping, exists, func, select
 from sqlalchemy import case as sql_case
 
 from gateway.store.models import Choice, Completion, Group, Policy, Reward, Trajectory, Version
@@ -35,6 +35,10 @@ class GroupSummary:
     created_at: float
     updated_at: float
     closed_at: float | None
+    waiting: int
+    """Rewarded members that are not trained on yet: trajectories, or choices."""
+    choices: int | None
+    """How many choices are compared, in a group of the choices of one completion."""
 
 
 Row = dict[str, Any]
@@ -226,7 +230,13 @@ def groups(
     before: float | None = None,
 ) -> list[GroupSummary]:
     """Groups, the most recently active first."""
-    query = select(Group.__table__).where(Group.project == project)
+    # One whose only trajectory became a group of its own is nobody's.
+    held = exists().where(
+        Trajectory.project == Group.project,
+        Trajectory.policy == Group.policy,
+        Trajectory.group_id == Group.id,
+    )
+    query = select(Group.__table__).where(Group.project == project, held)
     if policy_name is not None:
         query = query.where(Group.policy == policy_name)
     if before is not None:
@@ -290,6 +300,8 @@ def _summary(row: RowMapping, counts: list[Any], now: float) -> GroupSummary:
         created_at=row["created_at"],
         updated_at=row["updated_at"],
         closed_at=row["closed_at"],
+        waiting=row["waiting"],
+        choices=row["choices"],
     )
 
 

@@ -62,28 +62,6 @@ class Relatives:
     """That of the group's task."""
 
 
-def revised_groups(
-    connection: Connection, project: str, policy: str, *, settled_before: float, limit: int
-) -> list[str]:
-    """Groups with trajectories that wait because their rewards changed, the oldest change first."""
-    query = (
-        select(Trajectory.group_id)
-        .where(
-            Trajectory.project == project,
-            Trajectory.policy == policy,
-            Trajectory.state == "open",
-            Trajectory.split == "train",
-            Trajectory.settled_revision.is_not(None),
-            stands_alone,
-        )
-        .group_by(Trajectory.group_id)
-        .having(func.max(Trajectory.updated_at) <= settled_before)
-        .order_by(func.min(Trajectory.updated_at))
-        .limit(limit)
-    )
-    return list(connection.execute(query).scalars())
-
-
 def find(
     connection: Connection,
     project: str,

@@ -19,8 +19,13 @@ DECIDED_BY_REWARDS = ("no_reward", "equal_rewards", "too_few", "stale")
 """Reasons that another reward can take away; `stale` because it is then on record anew."""
 
 
-def reward_changed(connection: Connection, project: str, trajectory_id: str, now: float) -> None:
-    """Note that the rewards of a trajectory are others than before, for it and its sub-agents."""
+def reward_changed(
+    connection: Connection, project: str, trajectory_id: str, now: float
+) -> set[str]:
+    """Note that the rewards of a trajectory are others than before, for it and its sub-agents.
+
+    Returns the ids of all of them.
+    """
     rewarded = (
         select(Reward.row)
         .where(
@@ -53,6 +58,7 @@ def reward_changed(connection: Connection, project: str, trajectory_id: str, now
                 .where(Trajectory.project == project, Trajectory.id.in_(parents))
                 .values(**_reopened(now))
             )
+    return seen
 
 
 def _reopened(now: float) -> dict[str, Any]:

@@ -2,55 +2,26 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
     RowMapping,
-    Text,
     and_,
-    any_,
-    literal,
     or_,
     select,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.dialects.postgresql import ARRAY
 
-from gateway.store import codec
-from gateway.store.ids import new_id
-from gateway.store.models import Choice, Completion, Reward, Trajectory
+from gateway.store import choices, codec, waiting
+from gateway.store.models import Reward
 from gateway.store.queries import reward_of
 from gateway.store.records import StoredReward
 from gateway.store.revisions import is_news, reward_changed
-
-
-@dataclass(slots=True)
-class NewReward:
-    """A reward as it is posted: against a completion (and choice) or a trajectory."""
-
-    reward: float
-    name: str = "reward"
-    completion_id: str | None = None
-    choice: int | None = None
-    trajectory_id: str | None = None
-    comment: str | None = None
-    metadata: dict[str, Any] | None = None
-    idempotency_key: str | None = None
-    source: str = "api"
-    # Known before the first attempt to store it, so that a second one finds what the first left.
-    id: str = field(default_factory=lambda: new_id("reward-"))
-    created_at: float = field(default_factory=time.time)
-
-
-@dataclass(slots=True, frozen=True)
-class RewardList:
-    """Rewards that are stored together or not at all."""
-
-    project: str
-    rewards: Sequence[NewReward]
+from gateway.store.targets import NewReward as NewReward
+from gateway.store.targets import RewardList as RewardList
+from gateway.store.targets import Targets, targets_of
 
 
 class RewardRefused(Exception):
@@ -76,29 +47,80 @@ class IdempotencyConflict(RewardRefused):
         self.key = key
 
 
-def post(
-    connection: Connection, project: str, rewards: Sequence[NewReward]
-) -> tuple[list[StoredReward], bool]:
-    """Store rewards; returns them as stored, and whether any of them is new.
+Posted = tuple[list[StoredReward], bool]
+"""Rewards as they are stored, and whether any of them is new."""
+
+
+def post(connection: Connection, project: str, rewards: Sequence[NewReward]) -> Posted:
+    """Store rewards.
 
     Raises:
         UnknownTarget, IdempotencyConflict: nothing is stored.
     """
-    # Of a list that fails at its third item nothing may stay: the transaction is shared with
-    # other writes, so it gets a savepoint of its own.
-    with connection.begin_nested():
-        stored, fresh = [], False
-        for index, reward in enumerate(rewards):
-            record, created = _post(connection, project, index, reward)
-            stored.append(record)
-            fresh |= created
-        return stored, fresh
+    (result,) = post_lists(connection, [RewardList(project, rewards)])
+    if isinstance(result, RewardRefused):
+        raise result
+    return result
+
+
+def post_lists(connection: Connection, lists: Sequence[RewardList]) -> list[Posted | RewardRefused]:
+    """Store lists of rewards, each all or nothing; a list that is refused has its refusal here."""
+    targets = targets_of(connection, lists)
+    waiting.hold(connection, targets.groups())
+    changed: set[tuple[str, str]] = set()
+    results: list[Posted | RewardRefused] = []
+    for each in lists:
+        try:
+            # Of a list that fails at its third item nothing may stay: the transaction is shared
+            # with other writes, so it gets a savepoint of its own.
+            with connection.begin_nested():
+                results.append(_post_list(connection, each, targets, changed))
+        except RewardRefused as refusal:
+            results.append(refusal)
+    by_choice = {
+        reward.completion_id
+        for each in lists
+        for reward in each.rewards
+        if reward.choice is not None and reward.completion_id is not None
+    }
+    if by_choice:
+        choices.set_apart(connection, by_choice)
+    waiting.recount(connection, changed, targets.groups())
+    return results
+
+
+def _post_list(
+    connection: Connection, posted: RewardList, targets: Targets, changed: set[tuple[str, str]]
+) -> Posted:
+    stored, fresh = [], False
+    for index, reward in enumerate(posted.rewards):
+        trajectory_id = _target(targets, posted.project, index, reward)
+        record, touched = _post(connection, posted.project, index, reward, trajectory_id)
+        changed.update((posted.project, id) for id in touched or ())
+        created = touched is not None
+        stored.append(record)
+        fresh |= created
+    return stored, fresh
+
+
+def _target(targets: Targets, project: str, index: int, reward: NewReward) -> str:
+    if reward.completion_id is None:
+        assert reward.trajectory_id is not None
+        if (project, reward.trajectory_id) not in targets.trajectories:
+            raise UnknownTarget(index, "trajectory_id", reward.trajectory_id)
+        return reward.trajectory_id
+    found = targets.completions.get((project, reward.completion_id))
+    if found is None:
+        raise UnknownTarget(index, "completion_id", reward.completion_id)
+    if reward.choice is not None and (reward.completion_id, reward.choice) not in targets.choices:
+        raise UnknownTarget(index, "choice", str(reward.choice))
+    return found
 
 
 def _post(
-    connection: Connection, project: str, index: int, reward: NewReward
-) -> tuple[StoredReward, bool]:
-    trajectory_id = _target(connection, project, index, reward)
+    connection: Connection, project: str, index: int, reward: NewReward, trajectory_id: str
+) -> tuple[StoredReward, set[str] | None]:
+    """The reward, and the trajectories for which something has changed; None: it was there."""
     digest = codec.digest_json(
         [
             reward.reward,
@@ -113,7 +135,7 @@ def _post(
     if reward.idempotency_key is not None:
         earlier = _earlier(connection, project, reward)
         if earlier is not None:
-            return _repeat(earlier, index, reward, digest), False
+            return _repeat(earlier, index, reward, digest), None
     row = {
         "id": reward.id,
         "project": project,
@@ -136,13 +158,13 @@ def _post(
         # Stored by an attempt whose end was not seen, or by another gateway at this moment.
         earlier = _earlier(connection, project, reward)
         assert earlier is not None
-        return _repeat(earlier, index, reward, digest), False
+        return _repeat(earlier, index, reward, digest), None
     target = (reward.completion_id, reward.choice)
     if is_news(
         connection, project, trajectory_id, target, reward.name, reward.reward, stored["row"]
     ):
-        reward_changed(connection, project, trajectory_id, time.time())
-    return reward_of(stored), True
+        return reward_of(stored), reward_changed(connection, project, trajectory_id, time.time())
+    return reward_of(stored), set()
 
 
 def _earlier(connection: Connection, project: str, reward: NewReward) -> RowMapping | None:
@@ -157,49 +179,3 @@ def _repeat(earlier: RowMapping, index: int, reward: NewReward, digest: bytes) -
     if earlier["body_digest"] != digest:
         raise IdempotencyConflict(index, str(reward.idempotency_key))
     return reward_of(earlier)
-
-
-def _target(connection: Connection, project: str, index: int, reward: NewReward) -> str:
-    if reward.completion_id is None:
-        assert reward.trajectory_id is not None
-        query = select(Trajectory.id).where(
-            Trajectory.project == project, Trajectory.id == reward.trajectory_id
-        )
-        if connection.execute(query).first() is None:
-            raise UnknownTarget(index, "trajectory_id", reward.trajectory_id)
-        return reward.trajectory_id
-    found = connection.execute(
-        select(Completion.trajectory_id).where(
-            Completion.project == project, Completion.id == reward.completion_id
-        )
-    ).scalar_one_or_none()
-    if found is None:
-        raise UnknownTarget(index, "completion_id", reward.completion_id)
-    if reward.choice is not None:
-        choice = select(Choice.index).where(
-            Choice.completion_id == reward.completion_id, Choice.index == reward.choice
-        )
-        if connection.execute(choice).first() is None:
-            raise UnknownTarget(index, "choice", str(reward.choice))
-    return found
-
-
-def known_targets(connection: Connection, lists: Sequence[RewardList]) -> list[bool]:
-    """For each list whether all of its completions and trajectories are there; PostgreSQL only."""
-
-    def known(ids: set[str], project: Any, column: Any) -> set[tuple[str, str]]:
-        # One array is one parameter, however many ids are in it.
-        query = select(project, column).where(column == any_(literal(list(ids), ARRAY(Text))))
-        return {(row[0], row[1]) for row in connection.execute(query)}
-
-    targets = [
-        [(each.project, r.completion_id, r.trajectory_id) for r in each.rewards] for each in lists
-    ]
-    completions = {c for of_list in targets for _, c, _ in of_list if c is not None}
-    trajectories = {t for of_list in targets for _, _, t in of_list if t is not None}
-    known_completions = known(completions, Completion.project, Completion.id)
-    known_trajectories = known(trajectories, Trajectory.project, Trajectory.id)
-    return [
-        all((p, c) in known_completions or (p, t) in known_trajectories for p, c, t in of_list)
-        for of_list in targets
-    ]

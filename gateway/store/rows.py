@@ -171,4 +171,5 @@ def _group(captured: CapturedCompletion) -> Row:
         "closed_at": None,
         "lease_owner": None,
         "lease_expires": None,
+        "oldest_at": captured.created_at if captured.trajectory.split == "train" else None,
     }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, func, insert, or_, select, update
 
-from gateway.store import outbox, trials
+from gateway.store import outbox, trials, waiting
 from gateway.store.claims import ClaimedGroup, TrainablePolicy, held_by, release
 from gateway.store.database import Database
 from gateway.store.models import CompletionUse, Event, Group, Policy, Step, Version
@@ -66,6 +66,7 @@ def skip_groups(
     """Record that claimed groups had nothing to teach, each trajectory with its reason."""
     with database.write() as connection:
         first = groups[0]
+        waiting.hold(connection, [(g.project, g.policy, g.id) for g in groups])
         _settle(connection, first.project, first.policy, None, outcomes, uses)
         release(connection, groups, worker)
 
@@ -203,7 +204,7 @@ def _hold_all(
             f"{policy.name} was moved away from @{policy.head}, or taken over by another trainer, "
             "while the step ran"
         )
-    for group in groups:
+    for group in sorted(groups, key=lambda group: group.id):
         held = select(Group.id).where(*held_by(group, worker)).with_for_update()
         if connection.execute(held).first() is None:
             raise Superseded(f"the lease on group {group.id} ran out while the step ran")

@@ -4,24 +4,22 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, bindparam, func, select, text, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from gateway.store import outbox, rewards
-from gateway.store.bulk import BulkInsert
 from gateway.store.database import Database
 from gateway.store.histogram import Histogram
 from gateway.store.journal import Journal, Mover, connection_lost, packed
-from gateway.store.models import Base, Choice, Completion, Group, Trajectory
 from gateway.store.records import CapturedCompletion, StoredReward, Tail
 from gateway.store.rewards import NewReward, RewardList, RewardRefused
-from gateway.store.rows import EncodedCompletion, Row, encode
+from gateway.store.rows import EncodedCompletion, encode
+from gateway.store.statements import Statements
 
 T = TypeVar("T")
 Operation = Callable[[Connection], Any]
@@ -35,12 +33,6 @@ _DEADLOCK_TRIES = 5
 
 _FRESH_SECONDS = 1.0
 """After which the writer's connection is asked whether it is still there, before it is used."""
-
-_MARK_CONTINUED = (
-    update(Choice)
-    .where(Choice.completion_id == bindparam("b_completion"), Choice.index == bindparam("b_index"))
-    .values(continued=True)
-)
 
 
 class QueueFull(Exception):
@@ -74,7 +66,7 @@ class Writer:
         self._pending = 0
         self._traced = frozenset(traced)
         """Projects whose completions and rewards go to Langfuse too."""
-        self._statements = _Statements(database.is_sqlite)
+        self._statements = Statements(database.is_sqlite)
         self._connection: Connection | None = None
         self._used_at = 0.0
         self.journal = journal
@@ -256,8 +248,14 @@ class Writer:
             encoded = [work for work in works if isinstance(work, EncodedCompletion)]
             if encoded:
                 self._statements.insert(connection, encoded)
-            # The others come last: they may refer to the completions of this very batch.
-            results = [_perform(connection, work) for work in works]
+            # The others come last: they may refer to the completions of this very batch. A list
+            # of rewards that is refused leaves nothing behind, so nobody has to try again.
+            lists = [work for work in works if isinstance(work, RewardList)]
+            posted = iter(rewards.post_lists(connection, lists) if lists else ())
+            results = [
+                next(posted) if isinstance(work, RewardList) else _perform(connection, work)
+                for work in works
+            ]
             if self._traced:
                 self._note_for_langfuse(connection, encoded, works, results)
         self.commit_seconds.add(time.monotonic() - began)
@@ -321,74 +319,11 @@ class Writer:
             connection.execute(text("SELECT 1"))
 
 
-def _perform(connection: Connection, work: _Work) -> Any:
-    if isinstance(work, EncodedCompletion):
-        return None
-    if not isinstance(work, RewardList):
-        return work(connection)
-    try:
-        return rewards.post(connection, work.project, work.rewards)
-    except RewardRefused as refusal:
-        # It left nothing behind, and nobody else has to wait for a second attempt.
-        return refusal
-
-
-class _Statements:
-    """The multi-row statements that store completions, compiled for one dialect."""
-
-    def __init__(self, is_sqlite: bool):
-        insert: Callable[[type[Base]], Any] = sqlite.insert if is_sqlite else postgresql.insert
-        newest = func.max if is_sqlite else func.greatest
-        trajectory = insert(Trajectory)
-        self.trajectory = BulkInsert(
-            trajectory.on_conflict_do_update(
-                index_elements=["project", "id"],
-                set_={"updated_at": newest(Trajectory.updated_at, trajectory.excluded.updated_at)},
-            )
-        )
-        group = insert(Group)
-        self.group = BulkInsert(
-            group.on_conflict_do_update(
-                index_elements=["project", "policy", "id"],
-                set_={"updated_at": newest(Group.updated_at, group.excluded.updated_at)},
-            )
-        )
-        self.completion = BulkInsert(insert(Completion).on_conflict_do_nothing())
-        self.choice = BulkInsert(insert(Choice).on_conflict_do_nothing())
-
-    def insert(self, connection: Connection, encoded: list[EncodedCompletion]) -> None:
-        # Groups before trajectories: in the order in which a trainer that ends a step locks them.
-        self.group.run(connection, _last(e.group for e in encoded if e.group))
-        self.trajectory.run(connection, _last(e.trajectory for e in encoded))
-        _detach_orphans(connection, encoded)
-        self.completion.run(connection, [e.completion for e in encoded])
-        self.choice.run(connection, [choice for e in encoded for choice in e.choices])
-        continued = [e.continued for e in encoded if e.continued]
-        if continued:
-            connection.execute(_MARK_CONTINUED, continued)
-
-
-def _detach_orphans(connection: Connection, encoded: list[EncodedCompletion]) -> None:
-    # A turn may be deleted while the next one is being answered. Asked only after the upsert of
-    # the trajectories, which a deletion locks: from here on nobody deletes a parent.
-    parents = {e.completion["parent_id"] for e in encoded} - {None}
-    if not parents:
-        return
-    query = select(Completion.id).where(Completion.id.in_(parents))
-    there = set(connection.execute(query).scalars()) | {e.completion["id"] for e in encoded}
-    for item in encoded:
-        if item.completion["parent_id"] in parents - there:
-            item.detach()
+def _perform(connection: Connection, work: EncodedCompletion | Operation) -> Any:
+    return None if isinstance(work, EncodedCompletion) else work(connection)
 
 
 def _deadlocked(error: Exception) -> bool:
     """Whether PostgreSQL gave up on a transaction that would succeed if it were repeated."""
     state = getattr(getattr(error, "orig", None), "sqlstate", None)
     return state in ("40P01", "40001")
-
-
-def _last(rows: Iterable[Row]) -> list[Row]:
-    # One row a key, the last; in the order of keys, so that two gateways never wait for each
-    # other's row locks in a circle.
-    unique = {(row["project"], row["policy"], row["id"]): row for row in rows}
-    return [unique[key] for key in sorted(unique)]

@@ -78,6 +78,24 @@ def test_choices_that_were_rewarded_one_by_one_are_compared_with_each_other(make
     assert len(group.samples) == 2
 
 
+def test_choices_in_a_group_of_their_own_are_compared_within_their_completion_alone(make_log):
+    log = make_log()
+    turns = [Turn(PROMPT, [[30], [31]]), Turn([*PROMPT, 30, 9], [[32], [33]])]
+    first, second = log.add("task-x", "t1", turns)
+    one(log, "task-x", "t2", 100.0)
+    with log.database.write() as connection:
+        connection.exec_driver_sql("update groups set task = 'x'")
+    for index, (early, late) in enumerate([(1.0, 50.0), (0.0, 60.0)]):
+        log.reward(early, completion_id=first, choice=index)
+        log.reward(late, completion_id=second, choice=index)
+    (group,) = plan_of(log).groups
+    assert group.claimed.id == f"choices-{first}"
+    uses = {(u.completion_id, u.choice): u.advantage for u in group.uses}
+    for name, better in ((first, 0), (second, 1)):
+        assert uses[name, better] == pytest.approx(-uses[name, 1 - better])
+        assert uses[name, better] > 0.5
+
+
 def test_a_turn_is_worth_the_mean_of_the_choices_that_it_led_to(make_log):
     log = make_log()
     names = log.add("g", "t1", [Turn(PROMPT, [[30]]), Turn([*PROMPT, 30, 9], [[31], [32]])])
