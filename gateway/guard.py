@@ -106,7 +106,9 @@ class Guard:
             await asyncio.sleep(self._poll)
 
     async def look(self) -> None:
-        """Look once at every policy."""
+        """Look once at every policy, where this process is the one that publishes."""
+        if not self._publisher.publishes():
+            return
         for row in await asyncio.to_thread(self._policies):
             try:
                 settings = PolicySettings.model_validate(row["settings"])

@@ -23,6 +23,7 @@ from trainer.settings import TrainerSettings
 
 _SETTINGS = ("device", "dtype", "quantization", "token_budget")
 """Settings of the trainer that change the numbers of a step."""
+_KEPT_APART = ("lora", "settings", "held_by")
 _PACKAGES = ("torch", "transformers", "peft", "trl")
 
 
@@ -51,12 +52,11 @@ def config_of(policy: TrainablePolicy, settings: TrainerSettings) -> Json:
     return {
         "lora": policy.lora,
         "settings": policy.settings,
-        "base_model": policy.base_model,
-        "base_digest": policy.base_digest,
-        "rate_factor": policy.rate_factor,
-        "forked": policy.forked,
-        "parent_path": policy.head_path,
-        "reference_path": policy.reference_path,
+        "policy": {
+            name: value
+            for name, value in dataclasses.asdict(policy).items()
+            if name not in _KEPT_APART
+        },
         "trainer": {name: getattr(settings, name) for name in _SETTINGS},
         "threads": torch.get_num_threads(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -97,26 +97,14 @@ def replay(
         raise ReplayError(f"step {step_id} is {row['state']}; only a finished step made a version")
     if "samples" not in config:
         raise ReplayError(f"step {step_id} was taken before steps were recorded sample by sample")
-    parent = config["parent_path"]
+    policy = TrainablePolicy(**config["policy"], lora=config["lora"], settings=config["settings"])
+    parent = policy.head_path
     if parent is not None and row["parent_version"] > 0 and not Path(parent).is_dir():
         raise ReplayError(
             f"the files of {row['policy']}@{row['parent_version']}, from which step {step_id} "
             "began, are deleted"
         )
     samples = samples_from(database, project, config["samples"])
-    policy = TrainablePolicy(
-        project=project,
-        name=row["policy"],
-        base_model=config["base_model"],
-        head=row["parent_version"],
-        head_path=parent,
-        lora=config["lora"],
-        settings=config["settings"],
-        rate_factor=config["rate_factor"],
-        forked=config["forked"],
-        base_digest=config["base_digest"],
-        reference_path=config.get("reference_path"),
-    )
     torch.set_num_threads(config["threads"])
     # The budget that was found for it: passes cut otherwise add up in another order.
     budget = int((row["metrics"] or {}).get("token_budget", config["trainer"]["token_budget"]))

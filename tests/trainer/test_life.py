@@ -401,6 +401,20 @@ def test_a_recipe_gives_the_samples_back(make_log, base_model):
     ]
 
 
+def test_a_step_with_a_sub_agent_is_taken_again_too(
+    make_log, make_worker, trainer_settings, tmp_path
+):
+    log = make_log()
+    for number, reward in enumerate((1.0, 0.0)):
+        log.add("g", f"t{number}", [tiny.Turn([3, 4, 5], [[6, 7 + number]])], reward=reward)
+        turn = tiny.Turn([13, 14], [[15, 16 + number]])
+        log.add("sub", f"s{number}", [turn], parent=f"t{number}")
+    assert make_worker(log).visit(log.policy) is Visit.STEPPED
+    used = log.rows("select distinct trajectory_id from completion_uses where reason is null")
+    assert {row[0] for row in used} == {"t0", "t1", "s0", "s1"}
+    assert replay.replay(log.database, trainer_settings, 1, tmp_path / "again").equal
+
+
 def test_the_command_takes_a_step_again(
     make_log, make_worker, base_model, tmp_path, monkeypatch, capsys
 ):
