@@ -38,7 +38,7 @@ from gateway.backends.vllm import ReplicaPool
 from gateway.backends.wire import IDLE_SECONDS
 from gateway.capture.placement import Placements
 from gateway.capture.retries import Retries
-from gateway.dashboard import pages
+from gateway.dashboard import actions, pages
 from gateway.events import EventHub
 from gateway.front import Strop
 from gateway.gateway import Gateway
@@ -81,8 +81,8 @@ def build(settings: Settings | None = None) -> FastAPI:
         async with running(settings) as gateway:
             app.state.gateway = gateway
             app.state.authenticator = Authenticator(gateway.database, settings.admin_key)
-            yield
-            await asyncio.to_thread(telemetry.close)
+            async with telemetry.running(gateway):
+                yield
 
     app = Strop(
         title="strop",
@@ -115,6 +115,7 @@ def build(settings: Settings | None = None) -> FastAPI:
         metrics,
         health,
         pages,
+        actions,
     ):
         app.include_router(module.router)
     return app

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import TypeVar
 
 from sqlalchemy.exc import OperationalError
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.capture.translate_messages import error_body
@@ -32,7 +32,13 @@ T = TypeVar("T")
 _REMEMBERED_SECONDS = 5.0
 _REMEMBERED = 10_000
 _NEVER = float("-inf")
-_OPEN = frozenset({"/healthz", "/readyz"})
+_OPEN = frozenset({"/healthz", "/readyz", "/ui/login"})
+_OPEN_FOLDER = "/ui/static/"
+
+COOKIE = "strop_key"
+"""Holds the key of somebody who looks at the dashboard."""
+_PAGES = re.compile(r"/|/(policies|groups|trajectories|steps|ui)(/.*)?")
+"""Where the cookie is taken, and nowhere else: another site's page could send it to the API."""
 
 # What a route needs, the first that fits; whatever is not here needs `admin`.
 _NEEDS = (
@@ -41,6 +47,8 @@ _NEEDS = (
      "inference"),
     ("GET", r"(/rollouts/[^/]+/[^/]+)?/v1/models(/.*)?", "inference"),
     ("POST", r"/v1/rewards", "reward"),
+    ("POST", r"/ui/reward", "reward"),
+    ("POST", r"/ui/logout", "read"),
     ("GET", r"/.*", "read"),
 )  # fmt: skip
 _ROUTES = [(method, re.compile(path), scope) for method, path, scope in _NEEDS]
@@ -201,6 +209,18 @@ async def authenticate(scope: Scope, needed: str) -> None:
     scope.setdefault("state", {})["principal"] = principal
 
 
+def _take_cookie(scope: Scope) -> None:
+    """Let the key in the cookie stand for the header that a browser does not send."""
+    headers = headers_of(scope)
+    if "authorization" in headers or "x-api-key" in headers:
+        return
+    for part in headers.get("cookie", "").split(";"):
+        name, _, value = part.strip().partition("=")
+        if name == COOKIE and value:
+            scope["strop.headers"] = {**headers, "x-api-key": value}
+            return
+
+
 class Authentication:
     """ASGI middleware: no request passes without a principal that may do what it asks."""
 
@@ -209,12 +229,18 @@ class Authentication:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer it with 401 or 403."""
-        if scope["type"] != "http" or scope["path"] in _OPEN:
+        path = scope["path"] if scope["type"] == "http" else ""
+        if not path or path in _OPEN or path.startswith(_OPEN_FOLDER):
             await self._app(scope, receive, send)
             return
+        if _PAGES.fullmatch(path):
+            _take_cookie(scope)
         try:
-            await authenticate(scope, needed_scope(scope["method"], scope["path"]))
+            await authenticate(scope, needed_scope(scope["method"], path))
         except ApiError as error:
-            await refusal(error, scope["path"])(scope, receive, send)
+            response = refusal(error, path)
+            if error.status == 401 and "text/html" in headers_of(scope).get("accept", ""):
+                response = RedirectResponse("/ui/login", 303)
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)

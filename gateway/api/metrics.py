@@ -4,6 +4,7 @@ With keys configured it needs one with the scope `read`, and shows the series of
 and those of the process, which belong to no project. `STROP_ADMIN_KEY` sees all projects.
 """
 
+import asyncio
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from gateway.auth import EVERYTHING, Principal
 from gateway.gateway import Gateway, gateway_of
-from gateway.telemetry import counts, state
+from gateway.telemetry import counts
 from gateway.telemetry.telemetry import Telemetry
 
 router = APIRouter(include_in_schema=False)
@@ -45,7 +46,9 @@ async def metrics(request: Request, gateway: Strop) -> Response:
     """Counters, gauges and histograms in Prometheus's text format."""
     telemetry: Telemetry = request.app.state.telemetry
     principal: Principal = request.scope["state"]["principal"]
-    families = [*telemetry.counters.collect(), *state.collect(gateway)]
+    families = telemetry.process(gateway)
+    if telemetry.siblings is not None:
+        await asyncio.to_thread(telemetry.siblings.add, families)
     try:
         families += counts.collect(await telemetry.census(gateway.database).get())
     except Exception as error:

@@ -45,6 +45,14 @@ class Remembered(Generic[T]):
             return await asyncio.to_thread(self._ask)
         return self._answer[0]
 
+    async def within(self, seconds: float) -> T | None:
+        """The answer, if it is there in so many seconds; None if not yet, or if asking failed."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.get()
+        except Exception:
+            return self._answer[0] if self._answer is not None else None
+
     async def _refresh(self) -> None:
         began = time.monotonic()
         try:

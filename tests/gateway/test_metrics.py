@@ -1,14 +1,22 @@
 """`/metrics`: what it counts, whose series it shows, and that the alert rules speak of them."""
 
+import asyncio
 import re
 import time
 from pathlib import Path
 
 import yaml
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.store import keys, outbox, training
 from gateway.store.claims import TrainablePolicy
+from gateway.telemetry.siblings import Siblings
 from tests.gateway.conftest import MakeStrop, Running
 from tests.gateway.test_publisher import write_version
 
@@ -182,3 +190,40 @@ async def test_what_has_not_reached_langfuse_is_shown(strop: Running):
     assert found["strop_langfuse_waiting"] == {("default",): 1, ("theirs",): 1}
     assert 60 <= found["strop_langfuse_lag_seconds"][("default",)] < 600
     assert found["strop_langfuse_refused"][("default",)] == 0
+
+
+async def test_the_process_that_is_asked_speaks_for_all(tmp_path: Path):
+    def counts(requests: float, up: float) -> list[Metric]:
+        total = CounterMetricFamily("strop_requests", "", labels=("status",))
+        total.add_metric(("200",), requests)
+        commits = HistogramMetricFamily("strop_commit_seconds", "")
+        commits.add_metric((), [("1.0", requests), ("+Inf", requests + 1)], requests)
+        replica = GaugeMetricFamily("strop_replica_up", "", labels=("replica",))
+        replica.add_metric(("r",), up)
+        return [total, commits, replica]
+
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    (folder / "1-2.json").write_text("[]")
+    ours = Siblings(tmp_path, lambda: counts(2, 1))
+    task = asyncio.create_task(ours.run())
+    async with asyncio.timeout(20):
+        while not ours._file.exists():
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert [file.name for file in folder.iterdir()] == [ours._file.name]
+    other = Siblings(tmp_path, list)
+    other._file = ours._file.with_name(ours._file.name.replace(".json", "0.json"))
+    families = counts(5, 0)
+    families[0].add_metric(("404",), 3)
+    other.add(families)
+    values = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert values["strop_requests_total", "200"] == 7
+    assert values["strop_requests_total", "404"] == 3
+    assert values["strop_commit_seconds_bucket", "+Inf"] == 9
+    assert values["strop_commit_seconds_sum",] == 7
+    assert values["strop_replica_up", "r"] == 0
