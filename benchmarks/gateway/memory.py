@@ -1,7 +1,7 @@
 """Whether memory grows with the requests that were answered.
 
 Each request begins a new trajectory, the worst case for what the gateway remembers. What it
-remembers is bounded, at 50,000 trajectories and threads by default, so memory grows up to there.
+remembers is bounded (`gateway.capture.placement`), so memory stops growing there.
 """
 
 import tempfile

@@ -21,6 +21,10 @@ log = logging.getLogger("strop.placement")
 
 T = TypeVar("T")
 
+_REMEMBERED = 16_000
+"""Trajectories and threads, of about 1.3 KB: to ask the store for an older one costs a request
+about a millisecond."""
+
 _AWAY_SECONDS = 1.0
 """For which the store is not asked again after it did not answer: not every request should wait
 for a connection that cannot be had."""
@@ -58,7 +62,7 @@ class Placement:
 class Placements:
     """Remembers recent trajectories and threads; the store knows the rest."""
 
-    def __init__(self, database: Database, size: int = 50_000):
+    def __init__(self, database: Database, size: int = _REMEMBERED):
         self._database = database
         self._size = size
         self._places: OrderedDict[tuple[str, str], Place] = OrderedDict()

@@ -5,7 +5,9 @@ after one byte that names the width. Logprobs are float32, which is what vLLM co
 deflated when that makes it smaller; the first byte says which of the two it is.
 """
 
+import sys
 import zlib
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
@@ -23,14 +25,28 @@ def encode_ids(ids: Sequence[int]) -> bytes:
     Raises:
         ValueError: an id is negative or needs more than 32 bits.
     """
-    array = np.asarray(ids, dtype=np.int64)
-    if array.size == 0:
+    if not ids:
         return b"\x01"
-    if array.min() < 0 or array.max() >= 1 << 32:
-        raise ValueError("token ids must lie between 0 and 2**32 - 1")
-    width = max(1, (int(array.max()).bit_length() + 7) // 8)
-    columns = array.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :width]
-    return bytes([width]) + columns.tobytes()
+    words = _words(ids)
+    width = max(1, (max(ids).bit_length() + 7) // 8)
+    if width == 4:
+        return b"\x04" + words
+    packed = bytearray(1 + width * len(ids))
+    packed[0] = width
+    for byte in range(width):
+        packed[1 + byte :: width] = words[byte::4]
+    return bytes(packed)
+
+
+def _words(ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian words of 32 bits."""
+    try:
+        words = array("I", ids)
+    except OverflowError:
+        raise ValueError("token ids must lie between 0 and 2**32 - 1") from None
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
 
 
 def decode_ids(blob: bytes) -> list[int]:
@@ -45,7 +61,10 @@ def decode_ids(blob: bytes) -> list[int]:
 
 def encode_logprobs(logprobs: Sequence[float]) -> bytes:
     """Logprobs in nats → 4 bytes each."""
-    return np.asarray(logprobs, dtype="<f4").tobytes()
+    values = array("f", logprobs)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
 
 
 def decode_logprobs(blob: bytes) -> list[float]:
@@ -77,7 +96,7 @@ def digest(data: bytes) -> bytes:
 
 def digest_ids(ids: Sequence[int]) -> bytes:
     """Digest of a token sequence, independent of the width it is stored in."""
-    return digest(np.asarray(ids, dtype="<u4").tobytes())
+    return digest(_words(ids))
 
 
 def digest_json(value: Any) -> bytes:
