@@ -21,7 +21,7 @@ log = logging.getLogger("strop.placement")
 
 T = TypeVar("T")
 
-_REMEMBERED = 16_000
+_REMEMBERED = 12_000
 """Trajectories and threads, of about 1.3 KB: to ask the store for an older one costs a request
 about a millisecond."""
 

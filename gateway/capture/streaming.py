@@ -1,6 +1,6 @@
 """The life of one stream: from vLLM's bytes to the client's, with the tokens taken out."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 
 import orjson
@@ -21,46 +21,58 @@ class BrokenStream(Exception):
     """The upstream ended without its last event, or sent what is not an event."""
 
 
-async def events(content: Body) -> AsyncIterator[bytes]:
-    """The data of each server-sent event; `[DONE]` ends it and is not given.
-
-    Raises:
-        BrokenStream: the stream ended before `[DONE]`.
-    """
-    buffer = b""
-    async for piece in content.iter_any():
-        buffer += piece
-        while (end := buffer.find(b"\n\n")) >= 0:
-            event, buffer = buffer[:end], buffer[end + 2 :]
-            for line in event.splitlines():
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                yield data
-    raise BrokenStream("vLLM closed the stream before its end")
-
-
 async def relay(content: Body, capture: Capture) -> AsyncIterator[bytes]:
-    """Events for the client, as they come.
+    """Events for the client, as they come; those that came together are given together.
 
     From the chunk that ends the last choice on, nothing is given: that is held back until the
     completion is durable, in `capture.held`.
 
     Raises:
-        BrokenStream: the upstream broke off, or sent an error or no JSON.
+        BrokenStream: the upstream broke off before `[DONE]`, or sent an error or no JSON.
     """
-    async for data in events(content):
-        chunk = _chunk(data)
-        visible = capture.take_chunk(chunk)
-        if not visible:
-            continue
-        event = encode(chunk)
-        if capture.finished or not chunk.get("choices"):
-            capture.held.append(event)
-        else:
-            yield event
+    buffer = b""
+    async for piece in content.iter_any():
+        *events, buffer = (buffer + piece if buffer else piece).split(b"\n\n")
+        shown: list[bytes] = []
+        ended, failure = False, None
+        try:
+            for event in events:
+                for data in _data(event):
+                    if data == b"[DONE]":
+                        ended = True
+                        break
+                    _take(data, capture, shown)
+                if ended:
+                    break
+        except Exception as error:
+            # After what came before it.
+            failure = error
+        if shown:
+            yield shown[0] if len(shown) == 1 else b"".join(shown)
+        if failure is not None:
+            raise failure
+        if ended:
+            return
+    raise BrokenStream("vLLM closed the stream before its end")
+
+
+def _data(event: bytes) -> Iterable[bytes]:
+    """The data of one server-sent event."""
+    if event.startswith(b"data: ") and b"\n" not in event:
+        return (event[6:].strip(),)
+    return [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
+
+
+def _take(data: bytes, capture: Capture, shown: list[bytes]) -> None:
+    """Take one chunk in, and add to `shown` what the client may see of it now."""
+    chunk = _chunk(data)
+    if not capture.take_chunk(chunk):
+        return
+    event = encode(chunk)
+    if capture.finished or not chunk.get("choices"):
+        capture.held.append(event)
+    else:
+        shown.append(event)
 
 
 def encode(chunk: Json) -> bytes:

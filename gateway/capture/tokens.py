@@ -44,6 +44,7 @@ class Capture:
         self.response: Json = {}
         self.held: list[bytes] = []
         """Events of a stream that wait until the completion is durable."""
+        self._ended = 0
         self._visible_logprobs: dict[int, list[Any]] = {}
 
     def take_body(self, body: Json) -> None:
@@ -134,6 +135,7 @@ class Capture:
             choice["logprobs"] = None
         finish_reason = choice.get("finish_reason")
         if finish_reason is not None:
+            self._ended += captured.finish_reason is None
             captured.finish_reason = finish_reason
         # A chunk that only carried token ids shows the client nothing.
         return bool(
@@ -146,7 +148,7 @@ class Capture:
     @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
-        return len(self.choices) == self.n and all(c.finish_reason for c in self.choices.values())
+        return self._ended == self.n
 
     def assemble(self) -> None:
         """Build `response` out of the chunks that were taken."""
