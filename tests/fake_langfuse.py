@@ -152,7 +152,7 @@ class FakeLangfuse:
         updated = datetime.now(UTC).isoformat()
         self.scores[score_id] = {**self.scores[score_id], "updatedAt": updated, **values}
 
-    async def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    async def until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
         """Wait until something is so."""
         async with asyncio.timeout(seconds):
             while not condition():

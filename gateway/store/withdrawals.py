@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, RowMapping, select, update
 
+from gateway.store import waiting
 from gateway.store.models import Reward, Trajectory
 from gateway.store.revisions import reward_changed
 
@@ -21,11 +22,14 @@ def withdraw(
         Reward.id.in_(reward_ids),
         Reward.withdrawn_at.is_(None),
     )
-    query = select(Reward.trajectory_id).where(*asked)
-    # In the order of the writer, so that the two never wait for each other in a circle.
+    ids = sorted(set(connection.execute(select(Reward.trajectory_id).where(*asked)).scalars()))
+    # Groups before trajectories, and both in the order of the writer, so that the two never wait
+    # for each other in a circle.
+    groups = waiting.groups_of(connection, project, ids)
+    waiting.hold(connection, groups)
     connection.execute(
         select(Trajectory.id)
-        .where(Trajectory.project == project, Trajectory.id.in_(query))
+        .where(Trajectory.project == project, Trajectory.id.in_(ids))
         .order_by(Trajectory.policy, Trajectory.id)
         .with_for_update()
     ).all()
@@ -33,13 +37,15 @@ def withdraw(
         select(Reward.__table__).where(*asked).order_by(Reward.row.desc())
     ).mappings()
     found = rows.all()
-    changed = set()
+    changed: set[str] = set()
     for row in found:
         connection.execute(update(Reward).where(Reward.row == row["row"]).values(withdrawn_at=now))
         if _counted(connection, row):
             changed.add(row["trajectory_id"])
+    touched: set[str] = set()
     for trajectory_id in sorted(changed):
-        reward_changed(connection, project, trajectory_id, now)
+        touched |= reward_changed(connection, project, trajectory_id, now)
+    waiting.recount(connection, {(project, each) for each in touched}, groups)
     return [row["id"] for row in found]
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, select
 
-from gateway.store.models import Completion
+from gateway.store.models import Completion, Trajectory
 from gateway.store.tracing_models import LangfuseTrace
 from gateway.tracing import ids
 
@@ -21,14 +21,23 @@ def target_of(
     connection: Connection, project: str, trace_id: str | None, observation_id: str | None
 ) -> Target | None:
     """What a score on a trace, or on an observation in it, judges; None if nothing of strop's."""
-    query = select(LangfuseTrace.trajectory_id).where(
-        LangfuseTrace.project == project, LangfuseTrace.trace_id == trace_id
+    # Of those that were sent some may have been deleted since.
+    query = (
+        select(LangfuseTrace.trajectory_id, Trajectory.parent_id)
+        .join(
+            Trajectory,
+            (Trajectory.project == LangfuseTrace.project)
+            & (Trajectory.id == LangfuseTrace.trajectory_id),
+        )
+        .where(LangfuseTrace.project == project, LangfuseTrace.trace_id == trace_id)
     )
-    inside = sorted(connection.execute(query).scalars())
+    rows = sorted(connection.execute(query).tuples(), key=lambda row: row[0])
+    inside = [trajectory_id for trajectory_id, _ in rows]
     if observation_id is None:
         own = [t for t in inside if trace_id in (t, ids.trace_id(project, t))]
-        # Of a caller's trace with one trajectory in it, that one is meant.
-        chosen = own or (inside if len(inside) == 1 else [])
+        # Of a caller's trace with one trajectory in it, that one is meant; a sub-agent never is.
+        alone = [t for t, parent in rows if parent is None and len(rows) == 1]
+        chosen = own or alone
         return Target(chosen[0]) if chosen else None
     for trajectory_id in inside:
         if ids.agent_id(project, trajectory_id) == observation_id:

@@ -24,6 +24,7 @@ from gateway.store.writer import Writer
 from tests.store.conftest import Captured
 from tests.tracing.conftest import captured as captured
 from tests.tracing.conftest import database as database
+from tests.tracing.conftest import migrated as migrated
 from tests.tracing.conftest import writer as writer
 
 WORTH = {"bad": 0, "fair": 1, "good": 2, "best": 3}

@@ -1,6 +1,7 @@
 """A store, and senders from it to a fake Langfuse."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,22 @@ from tests.store.conftest import postgres as postgres
 PAGE = "http://strop.test"
 
 
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with tables and nothing in them; a copy costs less than the migrations."""
+    path = tmp_path_factory.mktemp("migrated") / "strop.db"
+    database = Database(f"sqlite:///{path}")
+    database.migrate()
+    with database.engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    database.dispose()
+    return path
+
+
 @pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
+def database(tmp_path: Path, migrated: Path) -> Iterator[Database]:
+    shutil.copy(migrated, tmp_path / "strop.db")
     found = Database(f"sqlite:///{tmp_path / 'strop.db'}")
-    found.migrate()
     yield found
     found.dispose()
 

@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
+from gateway.cli import app
 from gateway.settings import Settings
 from gateway.store import Database, outbox
 from gateway.store.rewards import NewReward
@@ -20,13 +20,12 @@ from tests.store.conftest import Captured
 
 
 async def strop(tmp_path: Path, *arguments: str, **env: str) -> tuple[int, str]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway.cli", "langfuse", *arguments,
-        env={**os.environ, "STROP_DATABASE_URL": f"sqlite:///{tmp_path / 'strop.db'}", **env},
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
-    output, _ = await process.communicate()
-    return process.returncode or 0, output.decode()
+    """The command, in a thread: Langfuse is played by this one."""
+    database = {"STROP_DATABASE_URL": f"sqlite:///{tmp_path / 'strop.db'}"}
+    result = await asyncio.to_thread(
+        CliRunner().invoke, app, ["langfuse", *arguments], env={**database, **env}
+    )
+    return result.exit_code, result.output
 
 
 async def test_backfill_sends_what_was_logged_before(

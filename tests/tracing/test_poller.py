@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from gateway.store import Database, queries
-from gateway.store.models import Reward, Trajectory
+from gateway.store import Database, deletion, queries
+from gateway.store.models import Group, Reward, Trajectory
 from gateway.store.records import StoredReward, TrajectoryRef
 from gateway.store.rewards import NewReward
 from gateway.store.tracing_models import LangfuseCursor, LangfuseScore
@@ -180,12 +180,19 @@ async def test_edits_and_deletions_follow(
     assert reader.all_rows() == 5
     other = langfuse.annotate(ids.trace_id("default", "t"), ids.agent_id("default", "s"), value=0)
     await reader.look()
+
+    def waiting() -> int:
+        with reader.database.read() as connection:
+            return connection.execute(select(Group.waiting).where(Group.id == "g")).scalar_one()
+
+    before = waiting()
     del langfuse.scores[other["id"]]
     await reader.look(compare=True)
     with reader.database.read() as connection:
         row = connection.execute(
             select(Trajectory.rewarded, Trajectory.revision).where(Trajectory.id == "s")
         ).one()
+    assert (before, waiting()) == (2, 1)
     assert row.rewarded is False
     # Five of its parent, while it had none of its own, and two of its own.
     assert row.revision == 7
@@ -279,6 +286,25 @@ async def test_two_readers_take_a_score_once(
     await asyncio.gather(reader.look(), other.look())
     exporter.close()
     assert reader.all_rows() == 50
+
+
+async def test_scores_of_what_was_deleted_hold_up_no_others(
+    reader: Reader, langfuse: FakeLangfuse, writer: Writer, logged: Any
+):
+    trace = ids.trace_id("default", "t")
+    langfuse.annotate(trace, ids.generation_id(logged.id))
+    langfuse.annotate(trace)
+    await reader.look()
+    assert len(reader.values()) == 2
+    await writer.run(lambda c: deletion.delete_trajectories(c, "default", ["t"]))
+    langfuse.annotate(trace, value=3.0)
+    langfuse.edit(next(iter(langfuse.scores)), value=2.0)
+    langfuse.annotate(
+        trace, ids.agent_id("default", "s"), name="thumb", dataType="BOOLEAN", value=1
+    )
+    await reader.look(compare=True)
+    assert reader.values() == []
+    assert reader.values("s") == [("thumb", 1.0, None)]
 
 
 async def test_a_changed_scale_changes_the_rewards(

@@ -67,6 +67,7 @@ async def test_nothing_is_lost_while_langfuse_is_away_and_the_gateway_is_killed(
             "STROP_PUBLISH_POLL": "0.05",
             "STROP_PORT": str(port),
             "STROP_LANGFUSE__SEND_SECONDS": "0.05",
+            "STROP_LANGFUSE__DRAIN_SECONDS": "100",
             "LANGFUSE_PUBLIC_KEY": langfuse.public_key,
             "LANGFUSE_SECRET_KEY": langfuse.secret_key,
             "LANGFUSE_BASE_URL": langfuse.url,
@@ -112,7 +113,7 @@ async def test_nothing_is_lost_while_langfuse_is_away_and_the_gateway_is_killed(
             await load(len(rewarded) + 20)
             # An orderly end leaves nothing behind.
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.to_thread(process.wait, 60) in (0, -signal.SIGTERM)
+            assert await asyncio.to_thread(process.wait, 120) in (0, -signal.SIGTERM)
         assert entries(database) == 0
     generations = {
         span.metadata["completion_id"]
