@@ -29,6 +29,7 @@ from gateway.api import (
     stored,
     stored_responses,
     trajectories,
+    why,
 )
 from gateway.api.chat import ChatCompletions
 from gateway.api.embeddings import Embeddings
@@ -111,6 +112,7 @@ def build(settings: Settings | None = None) -> FastAPI:
         policies,
         life,
         steps,
+        why,
         models,
         events,
         metrics,

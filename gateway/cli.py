@@ -14,6 +14,7 @@ from gateway.commands.doctor import doctor
 from gateway.commands.log import group_app, reward, trajectory_app
 from gateway.commands.shared import URL, AsJson, PolicyName, Url, ask, err, out, show_json
 from gateway.commands.status import status
+from gateway.commands.why import why
 from gateway.export_cli import data_app
 from gateway.keys_cli import keys_app
 from gateway.langfuse_cli import langfuse_app
@@ -35,6 +36,7 @@ app.add_typer(trajectory_app, name="trajectory", no_args_is_help=True)
 app.add_typer(group_app, name="group", no_args_is_help=True)
 app.command()(status)
 app.command()(doctor)
+app.command()(why)
 # A reward of -1 is no option.
 app.command(context_settings={"ignore_unknown_options": True})(reward)
 
