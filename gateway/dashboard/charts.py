@@ -65,7 +65,7 @@ def lines(title: str, series: Sequence[Series], x_name: str, mark: float | None 
         parts.append(f'<text class="tick end" x="{_LEFT - 6}" y="{y + 4:.1f}">{tick:g}</text>')
     for x in _x_ticks(points):
         parts.append(f'<text class="tick mid" x="{x_of(x):.1f}" y="{_HEIGHT - 8}">{x:g}</text>')
-    parts.append(f'<text class="tick" x="2" y="{_HEIGHT - 8}">{escape(x_name)}</text>')
+    parts.append(f'<text class="tick axis" x="2" y="{_HEIGHT - 8}">{escape(x_name)}</text>')
     if mark is not None:
         parts.append(
             f'<line class="mark" x1="{x_of(mark):.1f}" x2="{x_of(mark):.1f}" y1="{_TOP}" '

@@ -174,7 +174,7 @@ def many(strop: Running, like: str, trajectories: int) -> None:
         f"SELECT 'default', 'agent', 'many-' || (i / 4), {at}, {at} FROM n WHERE i % 4 = 0",
         "INSERT INTO trajectories (project, id, policy, group_id, split, attribution, rewarded, "
         "state, reason, created_at, updated_at) SELECT 'default', 'many-' || i, 'agent', "
-        "'many-' || (i / 4), iif(i % 10 = 0, 'eval', 'train'), 'header', i % 5 <> 0, "
+        "'many-' || (i / 4), iif(i % 9 = 0, 'eval', 'train'), 'header', i % 5 <> 0, "
         f"iif(i % 7 = 0, 'skipped', 'open'), iif(i % 7 = 0, 'stale', NULL), {at}, {at} FROM n",
         f"INSERT INTO completions ({names}) SELECT {copied} FROM n, completions "
         "WHERE completions.id = :like",
