@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import update
 
@@ -67,7 +68,8 @@ def _prunable(database: Database, policy: TrainablePolicy, keep: Keep) -> list[q
             return []
         current = queries.policy(connection, policy.project, policy.name)
         rewards = statistics.rewards_by_version(connection, policy.project, policy.name)
-    stays = kept(there, rewards, keep)
+    # What the settings measure the distance to is read at every start of a trainer.
+    stays: set[Any] = {*kept(there, rewards, keep), policy.settings.get("kl_version")}
     if current is not None:
         stays |= {current["alias"], current["head"], current["canary"]}
     # A step may have begun from it and not be over.
