@@ -10,17 +10,22 @@ that takes is shown too: sending goes on while requests are answered and after.
 
 import argparse
 import asyncio
-import json
+import os
 import sqlite3
 import statistics
+import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
-from benchmarks.gateway import measure, process, toy_base
+from benchmarks.gateway.__main__ import run_case
+from benchmarks.gateway.cases import Case
+from benchmarks.gateway.servers import Server, started, strop, upstream
 from gateway.backends.launch import free_port
 
 
@@ -56,8 +61,29 @@ def waiting(database: Path) -> int:
         return int(connection.execute("SELECT count(*) FROM langfuse_outbox").fetchone()[0])
 
 
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Variables that a process gets which is started inside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def cpu(server: Server) -> float:
+    """CPU seconds of the gateway itself, without the process that sends."""
+    times = server.process.cpu_times()
+    return float(times.user + times.system)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
     parser.add_argument("--quick", action="store_true", help="a look, no figures to keep")
@@ -67,62 +93,48 @@ def main() -> None:
         uvloop.run(receive(options.receive))
         return
     rounds, seconds = (1, 0.3) if options.quick else (options.rounds, options.seconds)
-    upstream, receiver = free_port(), free_port()
-    upstream_url, receiver_url = (f"http://127.0.0.1:{port}" for port in (upstream, receiver))
-    ports = {"off": free_port(), "on": free_port()}
-    found: dict[str, dict[bool, list[float]]] = {n: {False: [], True: []} for n in ports}
+    cases = (Case("json", 16), Case("stream", 16))
+    found: dict[tuple[Case, bool], list[dict[str, Any]]] = {}
     sent: list[float] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        canned = ("-m", "benchmarks.canned", "--port", str(upstream))
-        stack.enter_context(process(*canned, "--chunks", "64", url=upstream_url))
-        takes = ("-m", "benchmarks.tracing", "--receive", str(receiver))
-        stack.enter_context(process(*takes, url=receiver_url))
-        base = str(toy_base(folder / "base"))
+        to = stack.enter_context(upstream(64, 0.0)).port
+        port = free_port()
+        command = (sys.executable, "-m", "benchmarks.tracing", "--receive", str(port))
+        stack.enter_context(started("receiver", port, "/", *command))
         servers = {}
-        for name, port in ports.items():
-            keys = {
-                "LANGFUSE_PUBLIC_KEY": "pk" if name == "on" else "",
-                "LANGFUSE_SECRET_KEY": "sk" if name == "on" else "",
-                "LANGFUSE_BASE_URL": receiver_url if name == "on" else "",
-            }
-            servers[name] = stack.enter_context(
-                process(
-                    "-m",
-                    "gateway.cli",
-                    "serve",
-                    url=f"http://127.0.0.1:{port}/readyz",
-                    STROP_DATA_DIR=str(folder / name),
-                    STROP_BASE_MODEL=base,
-                    STROP_REPLICAS=json.dumps([upstream_url]),
-                    STROP_PORT=str(port),
-                    STROP_CONFIG=str(folder / "none.toml"),
-                    **keys,
-                )
-            )
-        database = folder / "on" / "strop.db"
+        for on in (False, True):
+            keys = ("pk", "sk", f"http://127.0.0.1:{port}") if on else ("", "", "")
+            named = zip(("PUBLIC_KEY", "SECRET_KEY", "BASE_URL"), keys, strict=True)
+            with environment(**{f"LANGFUSE_{name}": value for name, value in named}):
+                name = "on" if on else "off"
+                servers[on] = stack.enter_context(strop(to, folder / name, name))
+        database = folder / "on" / "strop" / "strop.db"
         for number in range(rounds):
-            for stream in (False, True):
+            for case in cases:
                 # Neither is always the first.
-                for name in sorted(ports, reverse=number % 2 == 1):
-                    case = {"stream": stream, "connections": 16}
-                    row = measure(ports[name], servers[name], case, seconds)
-                    found[name][stream].append(row["per_second"])
+                for on in (False, True) if number % 2 else (True, False):
+                    used = cpu(servers[on])
+                    row = run_case(case, servers[on], seconds, number).figures()
+                    row["cpu_ms"] = 1e3 * (cpu(servers[on]) - used) / row["requests"]
+                    found.setdefault((case, on), []).append(row)
                     left, began = waiting(database), time.perf_counter()
-                    while name == "on" and waiting(database) > 0:
+                    while on and waiting(database) > 0:
                         time.sleep(0.05)
-                    if name == "on" and left:
+                    if on and left:
                         sent.append(left / (time.perf_counter() - began))
-                    kind = "stream" if stream else "JSON"
                     print(
-                        f"{kind:>6} × 16 Langfuse {name:<3} {row['per_second']:7.0f}/s "
+                        f"{case!s:>11} Langfuse {servers[on].name:<3} {row['per_second']:6.0f}/s "
                         f"p50 {row['p50_ms']:6.2f} p99 {row['p99_ms']:6.2f} ms  "
                         f"CPU {row['cpu_ms']:.2f} ms  left {left}",
                         flush=True,
                     )
-    for stream, kind in ((False, "JSON"), (True, "stream")):
-        off, on = (statistics.median(found[name][stream]) for name in ("off", "on"))
-        print(f"{kind:>6}: on {on:.0f}/s ÷ off {off:.0f}/s = {on / off:.3f}")
+    for case in cases:
+        for figure in ("per_second", "cpu_ms"):
+            off, on_ = (
+                statistics.median(r[figure] for r in found[case, on]) for on in (False, True)
+            )
+            print(f"{case!s:>11} {figure}: on {on_:.2f} ÷ off {off:.2f} = {on_ / off:.3f}")
     if sent:
         print(f"sent afterwards: {statistics.median(sent):.0f} completions/s")
 

@@ -62,7 +62,9 @@ def test_every_route_that_it_lists_is_served():
         assert re.sub(r"\{[^}]*\}", "{}", path) in known, path
 
 
-@pytest.mark.parametrize("module", ["benchmarks.storage", "benchmarks.gateway"])
+@pytest.mark.parametrize(
+    "module", ["benchmarks.storage", "benchmarks.gateway", "benchmarks.tracing"]
+)
 def test_the_benchmarks_run(module, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", module, "--quick"], cwd=ROOT, capture_output=True, text=True
