@@ -23,6 +23,7 @@ from gateway.api import (
     metrics,
     models,
     policies,
+    replicas,
     rewards,
     schema,
     steps,
@@ -103,6 +104,7 @@ def build(settings: Settings | None = None) -> FastAPI:
     schema.describe(app, {path: summary for path, (_, summary) in SURFACES.items()})
     for module in (
         rewards,
+        replicas,
         completions,
         stored,
         stored_responses,
@@ -169,7 +171,7 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
     )
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-        pool = ReplicaPool(settings.replicas, session)
+        pool = ReplicaPool(settings.replicas, session, settings.replica_dns_seconds)
         publisher = Publisher(
             database,
             writer,

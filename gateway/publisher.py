@@ -22,7 +22,7 @@ from gateway import adapters
 from gateway.backends.vllm import Replica, ReplicaPool, ReplicaRefused, ReplicaUnavailable
 from gateway.catalog import Catalog, ServedPolicy
 from gateway.proofs import ProbeFailed, compare
-from gateway.store import Database, policies, queries, trials
+from gateway.store import Database, drains, policies, queries, trials
 from gateway.store.models import DEFAULT_PROJECT
 from gateway.store.policy_settings import Lora
 from gateway.store.writer import Writer
@@ -164,6 +164,7 @@ class Publisher:
 
     def _read(self) -> list[_Policy]:
         with self._database.read() as connection:
+            self._pool.drained = drains.read(connection)
             found = []
             for row in queries.all_policies(connection):
                 listed = queries.versions(connection, row["project"], row["name"])

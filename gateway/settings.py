@@ -49,7 +49,11 @@ class Settings(StoreSettings):
     """Policies that exist from the start. None: one, named `agent`."""
 
     replicas: list[str] = Field(default_factory=list)
-    """URLs of vLLM servers. Empty: `strop up` starts one."""
+    """URLs of vLLM servers; `dns+http://vllm:8000` stands for every address behind the name.
+    Empty: `strop up` starts one."""
+
+    replica_dns_seconds: float = Field(default=5.0, gt=0)
+    """Seconds after which names of replicas are looked up again."""
 
     providers: dict[str, Provider] = Field(default_factory=dict)
     """Models of other providers, by the name that clients use: `[providers.NAME]`."""

@@ -3,7 +3,7 @@
 from alembic import context
 from sqlalchemy import Connection
 
-from gateway.store import keys, tracing_models  # noqa: F401
+from gateway.store import drains, keys, tracing_models  # noqa: F401
 from gateway.store.models import Base
 
 

@@ -270,6 +270,7 @@ async def _abort(gateway: Gateway, exchange: Exchange, status: int) -> None:
 async def _upstream_broke(gateway: Gateway, exchange: Exchange, error: BaseException) -> ApiError:
     timed_out = isinstance(error, TimeoutError)
     status = 504 if timed_out else 502
+    gateway.pool.failed(exchange.captured.replica, str(error) or type(error).__name__)
     await _abort(gateway, exchange, status)
     what = "did not answer in time" if timed_out else f"broke off: {error or type(error).__name__}"
     return ApiError(status, f"vLLM {what}. The request may be sent again.", code="upstream_failed")

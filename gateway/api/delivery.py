@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.backends.vllm import Replica, UpstreamResponse
+from gateway.backends.vllm import UpstreamResponse
 from gateway.capture import threads
 from gateway.capture.placement import Placement
 from gateway.capture.tokens import Capture
@@ -34,22 +34,44 @@ async def open_upstream(
     body: dict[str, Any],
     stack: AsyncExitStack,
 ) -> UpstreamResponse | None:
-    """Send a request to a replica; one that takes no connection is replaced by another, once.
+    """Send a request to a replica; where that fails before its answer begins, to another, once.
 
     None: none takes it. The response is closed with `stack`, which makes vLLM abort what it has
     not answered yet.
+
+    Raises:
+        aiohttp.ClientError, TimeoutError: it broke off, or did not answer in time.
     """
-    failed: Replica | None = None
-    for _ in range(2):
-        replica = gateway.pool.choose(served_name, captured.trajectory.id, failed)
+    pool, failed = gateway.pool, None
+    for last in (False, True):
+        replica = pool.choose(served_name, captured.trajectory.id, failed)
         if replica is None:
             break
         captured.replica = replica.url
-        try:
-            return await stack.enter_async_context(replica.post(path, body, served_name))
-        except aiohttp.ClientConnectorError as error:
-            replica.lost(str(error))
-            gateway.publisher.poke()
+        another = None if last else pool.choose(served_name, captured.trajectory.id, replica)
+        async with AsyncExitStack() as opened:
+            try:
+                response = await opened.enter_async_context(replica.post(path, body, served_name))
+            except aiohttp.ClientConnectorError as error:
+                replica.lost(str(error))
+                gateway.publisher.poke()
+                failed = replica
+                continue
+            except (aiohttp.ClientError, TimeoutError) as error:
+                if another is None:
+                    raise
+                replica.ejection.failed(str(error) or type(error).__name__)
+                failed = replica
+                continue
+            if response.status == 404:
+                # It was started anew, and has not got the version back yet.
+                replica.proven -= {served_name}
+                gateway.publisher.poke()
+            elif response.status >= 500:
+                replica.ejection.failed(f"it answered with {response.status}")
+            if another is None or not (response.status == 404 or response.status >= 500):
+                stack.push_async_exit(opened.pop_all())
+                return response
             failed = replica
     return None
 
@@ -94,4 +116,6 @@ async def store(gateway: Gateway, captured: CapturedCompletion) -> None:
         ) from error
     if seen is not None:
         seen.committed = time.time()
+    if captured.status == "complete":
+        gateway.pool.answered(captured.replica)
     gateway.placements.threads.add(captured.project, tails)

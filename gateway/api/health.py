@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 from sqlalchemy import text
 from starlette.responses import Response
 
+from gateway.api.replicas import replica_json
 from gateway.errors import json_response
 from gateway.gateway import Gateway, gateway_of
 
@@ -43,7 +44,7 @@ async def readyz(gateway: Strop) -> Response:
             "url": replica.url,
             "healthy": replica.healthy,
             "error": replica.error,
-            "serves": sorted(replica.proven),
+            "serves": replica_json(gateway, replica)["serves"],
             "in_flight": replica.in_flight,
         }
         for replica in gateway.pool.replicas

@@ -14,6 +14,7 @@ from gateway.capture.placement import Placement
 from gateway.capture.request import check_chat, wants_of
 from gateway.capture.streaming import DONE, encode
 from gateway.capture.tokens import Capture
+from gateway.errors import ApiError
 from gateway.gateway import Gateway
 from gateway.http import headers_of, send_body, send_start, send_whole, unless_hung_up
 from gateway.store.ids import new_id
@@ -96,7 +97,13 @@ async def _stream(
         await send_body(send, encode(error.as_api_error().body()))
         return
     capture.assemble()
-    await _store(gateway, captured, placement, capture)
+    try:
+        await _store(gateway, captured, placement, capture)
+    except ApiError as failure:
+        if not started:
+            raise
+        await send_body(send, encode(failure.body()))
+        return
     if not started:
         await send_start(send, 200, [*EVENTS, *_headers(captured)])
     await send_body(send, b"".join((*capture.held, DONE)))

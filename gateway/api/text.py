@@ -238,6 +238,8 @@ class _logged:
             capture.assemble()
         _take(self._exchange)
         failure = _failure(error)
+        if failure is not None and failure.code == "broke":
+            self._gateway.pool.failed(captured.replica, failure.message)
         captured.status = "aborted" if failure is None or failure.code == "broke" else "error"
         captured.http_status = failure.status if failure is not None else 499
         captured.reason = "wrong_version" if isinstance(error, WrongVersion) else "aborted"

@@ -1,7 +1,7 @@
 """vLLM replicas: which are up, which versions each is proven to serve, and which to ask."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from hashlib import blake2b
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from gateway.backends.ejection import Ejection
+from gateway.backends.members import Members
 from gateway.backends.wire import Response, Wire
 
 Json = dict[str, Any]
@@ -47,6 +49,11 @@ class Replica:
         """Tokens of the longest prompt and answer together, if it says so."""
         self.proven: frozenset[str] = frozenset()
         """The versions among them that passed their probe here."""
+        self.source = self.url
+        """The entry of the settings that it comes from."""
+        self.ejection = Ejection()
+        self.leaving = False
+        """It is no longer among the replicas, and only ends what it has begun."""
         self.in_flight = 0
         self.in_flight_by_model: dict[str, int] = {}
 
@@ -137,7 +144,7 @@ class Replica:
         ]
 
     async def _get(self, path: str) -> Json:
-        return await self._json(self._session.get(self.url + path, timeout=_CONTROL))
+        return await self._json(self._session.get(self.url + path, timeout=_HEALTH))
 
     async def _post(self, path: str, body: Json) -> Json:
         return await self._json(
@@ -165,6 +172,7 @@ class Replica:
 
 
 _CONTROL = aiohttp.ClientTimeout(total=60)
+_HEALTH = aiohttp.ClientTimeout(total=10)
 
 
 def error_message(raw: bytes) -> str:
@@ -182,12 +190,52 @@ def error_message(raw: bytes) -> str:
 class ReplicaPool:
     """All replicas."""
 
-    def __init__(self, urls: Iterable[str], session: aiohttp.ClientSession):
-        self.replicas = [Replica(url, session) for url in urls]
+    def __init__(
+        self, entries: Sequence[str], session: aiohttp.ClientSession, dns_seconds: float = 5.0
+    ):
+        self._session = session
+        self._members = Members(entries, dns_seconds)
+        self.replicas = [Replica(url, session) for url in self._members.fixed]
+        self.drained: frozenset[str] = frozenset()
+        """URLs of replicas that are to get no new requests."""
 
     async def refresh(self) -> None:
-        """Ask every replica what it serves."""
+        """See which replicas there are, and ask each what it serves."""
+        urls = await self._members.urls()
+        there = {replica.url: replica for replica in self.replicas}
+        for url, source in urls.items():
+            replica = there.get(url.rstrip("/").removesuffix("/v1"))
+            if replica is None:
+                replica = Replica(url, self._session)
+                self.replicas = [*self.replicas, replica]
+            replica.source, replica.leaving = source, False
+            there.pop(replica.url, None)
+        for replica in there.values():
+            replica.leaving = True
+            if not replica.in_flight:
+                self.replicas = [kept for kept in self.replicas if kept is not replica]
+                replica.close()
         await asyncio.gather(*(replica.refresh() for replica in self.replicas))
+
+    def failed(self, url: str | None, error: str) -> None:
+        """A request failed by the fault of a replica, after its answer had begun."""
+        for replica in self.replicas:
+            if replica.url == url:
+                replica.ejection.failed(error)
+
+    def answered(self, url: str | None) -> None:
+        """A replica has answered a request to its end."""
+        for replica in self.replicas:
+            if replica.url == url:
+                replica.ejection.succeeded()
+
+    def state(self, replica: Replica) -> str:
+        """What a replica is used for, in a word."""
+        if replica.leaving or replica.url in self.drained:
+            return "draining" if replica.in_flight else "drained"
+        if not replica.healthy:
+            return "unhealthy"
+        return "ejected" if replica.ejection.now else "serving"
 
     def close(self) -> None:
         """Close the connections that nobody uses."""
@@ -197,7 +245,7 @@ class ReplicaPool:
     @property
     def healthy(self) -> list[Replica]:
         """Those that answered when they were last asked."""
-        return [replica for replica in self.replicas if replica.healthy]
+        return [replica for replica in self.replicas if replica.healthy and not replica.leaving]
 
     @property
     def longest(self) -> int | None:
@@ -206,13 +254,15 @@ class ReplicaPool:
 
     def serving(self, model: str) -> list[Replica]:
         """Those that are proven to serve a version."""
-        return [r for r in self.replicas if r.healthy and model in r.proven]
+        return [r for r in self.healthy if model in r.proven and r.url not in self.drained]
 
     def choose(
         self, model: str, trajectory_id: str, without: Replica | None = None
     ) -> Replica | None:
         """The replica for a request: the trajectory's own unless it is much busier than others."""
         fitting = [r for r in self.serving(model) if r is not without]
+        # Where all have failed of late, one that has is better than none.
+        fitting = [r for r in fitting if not r.ejection.now] or fitting
         if not fitting:
             return None
         if len(fitting) == 1:

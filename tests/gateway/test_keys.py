@@ -162,3 +162,53 @@ def test_keys_are_made_listed_and_revoked_on_the_command_line(tmp_path):
     key_id = next(word for word in listed.split() if word.startswith("key-"))
     assert runner.invoke(app, ["keys", "revoke", key_id]).exit_code == 0
     assert "revoked" in runner.invoke(app, ["keys", "list"]).output
+
+
+async def test_replicas_are_shown_without_other_projects_and_drained_by_admins_alone(
+    strop: Running,
+):
+    ours, theirs = make_key(strop, "ours"), make_key(strop, "theirs", "read", "inference")
+    assert (await send(strop, "POST", "/v1/policies", ours, {"name": "secret"}))[0] == 201
+    _, shown = await send(strop, "GET", "/v1/replicas", ours)
+    (replica,) = shown["data"]
+    assert replica["serves"] == ["secret@0"]
+    status, shown = await send(strop, "GET", "/v1/replicas", theirs)
+    assert (status, "secret" in str(shown)) == (200, False)
+    status, shown = await send(strop, "GET", "/readyz", {})
+    assert "secret" not in str(shown)
+    status, _ = await send(strop, "POST", f"/v1/replicas/{replica['name']}/drain", theirs)
+    assert status == 403
+    status, _ = await send(strop, "POST", f"/v1/replicas/{replica['name']}/drain", ours)
+    assert status == 200
+
+
+async def test_logs_hold_neither_keys_nor_prompts(
+    make_strop: MakeStrop, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+):
+    caplog.set_level("DEBUG")
+    secret, prompt = new_id("sk-secret-"), new_id("prompt-")
+    body = {**ASK, "messages": [{"role": "user", "content": prompt}]}
+    async with make_strop(admin_key=secret) as strop:
+        key = {"authorization": f"Bearer {secret}"}
+        url = "/v1/chat/completions"
+        assert (await send(strop, "POST", url, key, body))[0] == 200
+        wrong = {"authorization": f"Bearer {secret}-wrong"}
+        assert (await send(strop, "POST", url, wrong, body))[0] == 401
+        strop.vllm.faults.broken_json = True
+        assert (await send(strop, "POST", url, key, body))[0] == 502
+        strop.vllm.faults.broken_json = False
+        strop.vllm.faults.drop_token_ids = True
+        await send(strop, "POST", url, key, body)
+        assert (await send(strop, "POST", url, key, {**body, "temperature": "x"}))[0] == 400
+        # An error of the database says what failed, and not on what.
+        assert strop.gateway.database.engine.hide_parameters
+        with strop.gateway.database.write() as connection:
+            connection.exec_driver_sql("DROP TABLE choices")
+        status, answer = await send(strop, "POST", url, key, body)
+        assert (status, answer["error"]["code"]) == (500, "not_logged")
+        assert prompt not in str(answer)
+    output = capfd.readouterr()
+    said = caplog.text + output.out + output.err
+    assert "was not stored" in said
+    assert secret not in said
+    assert prompt not in said
