@@ -111,6 +111,7 @@ class Learner:
             peft_config=lora_config(lora, policy.base_model),
         )
         speed_up(self.trainer.model)
+        memory.spare_collection(self.trainer.accelerator)
         self.trainer.recompute = chosen.old_policy == "recomputed"
         if policy.reference_path is not None:
             self.trainer.reference = checkpoints.reference(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from gateway.store.records import Json
 from trainer.samples import Ids, Sample
 
-LENGTH = 64
-"""Tokens of a probe, at most."""
+LENGTH = 32
+"""Tokens of a probe, at most: it is forwarded before and after every step."""
 
 CANDIDATES = 2
 """Sequences that are tried."""
