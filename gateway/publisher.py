@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from sqlalchemy import Connection
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import adapters
 from gateway.backends.vllm import Replica, ReplicaPool, ReplicaRefused, ReplicaUnavailable
@@ -30,6 +31,9 @@ from gateway.store.writer import Writer
 log = logging.getLogger("strop.publisher")
 
 Json = dict[str, Any]
+
+_GLANCE = 0.1
+"""Seconds between two looks for a version that the trainer has just written."""
 
 _UNLOAD_AFTER = 5.0
 """Seconds without routing to a version before it is unloaded: requests on their way arrive."""
@@ -96,6 +100,8 @@ class Publisher:
         self._checked: set[str] = set()
         self._unrouted_since: dict[str, float] = {}
         self._trouble: type[Exception] | None = None
+        self._known: set[tuple[str, str, int]] = set()
+        """Versions that were waiting when it last looked."""
         self.catalog = Catalog()
         self.failures: dict[tuple[str, str], Json] = {}
         """Versions whose probe failed, by project and `policy@N`."""
@@ -114,11 +120,29 @@ class Publisher:
                 if type(error) is not self._trouble:
                     log.exception("publishing failed; trying again until it succeeds")
                 self._trouble = type(error)
-            try:
-                await asyncio.wait_for(self._poked.wait(), self._poll)
-            except TimeoutError:
-                continue
+            await self._news()
             self._poked.clear()
+
+    async def _news(self) -> None:
+        """Wait for the next round: the poll's time, a poke, or a version that was just written."""
+        until = time.monotonic() + self._poll
+        while (left := until - time.monotonic()) > 0:
+            try:
+                await asyncio.wait_for(self._poked.wait(), min(left, _GLANCE))
+                return
+            except TimeoutError:
+                pass
+            try:
+                ready = await asyncio.to_thread(self._ready)
+            except SQLAlchemyError:
+                # The next round says so.
+                continue
+            if ready - self._known:
+                return
+
+    def _ready(self) -> set[tuple[str, str, int]]:
+        with self._database.read() as connection:
+            return queries.ready_versions(connection)
 
     def poke(self) -> None:
         """Look again at once."""
@@ -176,6 +200,7 @@ class Publisher:
                 policy.wanted = [row["alias"], *trial, *behind[: self._keep_loaded]]
                 policy.waiting = [n for n, v in versions.items() if v["state"] == "ready"]
                 found.append(policy)
+        self._known = {(*policy.key, number) for policy in found for number in policy.waiting}
         self.failures = {
             (policy.row["project"], f"{policy.row['name']}@{n}"): dict(v["probe_result"] or {})
             for policy in found

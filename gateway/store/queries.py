@@ -73,6 +73,12 @@ def versions(connection: Connection, project: str, name: str) -> list[Row]:
     return [dict(row) for row in connection.execute(query).mappings()]
 
 
+def ready_versions(connection: Connection) -> set[tuple[str, str, int]]:
+    """Project, policy and number of all versions that wait to be published."""
+    query = select(Version.project, Version.policy, Version.number).where(Version.state == "ready")
+    return {(row.project, row.policy, row.number) for row in connection.execute(query)}
+
+
 def version(connection: Connection, project: str, name: str, number: int) -> Row | None:
     """One version of a policy."""
     query = select(Version.__table__).where(
