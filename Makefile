@@ -51,6 +51,7 @@ bench: $(READY)
 	$(PIP_INSTALL) -r requirements/bench.txt || echo "LiteLLM's proxy will be left out"
 	$(BIN)/python -m benchmarks.storage
 	$(BIN)/python -m benchmarks.gateway
+	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.gateway --memory
 
 clean:
