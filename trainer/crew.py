@@ -27,6 +27,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from gateway.store.claims import TrainablePolicy
 from trainer.grpo import StepTrainer, Stopped
@@ -59,6 +61,12 @@ class _Step:
     samples: Sequence[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    key: tuple[str, str]
+    samples: Sequence[Any]
+
+
 class _End:
     pass
 
@@ -66,9 +74,11 @@ class _End:
 class Crew:
     """This process's place among the others."""
 
-    def __init__(self, rank: int, size: int):
+    def __init__(self, rank: int, size: int, sharded: bool = False):
         self.rank = rank
         self.size = size
+        self.sharded = sharded
+        """Whether each process holds a part of the base model's layers only (FSDP2)."""
 
     def tell(self, order: Any) -> None:
         """From rank 0 to the others, which wait in `follow`."""
@@ -110,6 +120,32 @@ class Crew:
             start += tensor.numel()
 
 
+def shard(model: nn.Module, device: str) -> None:
+    """Leave a part of a base model's layers in each process; put them together as they are used.
+
+    Frozen weights need no gradients put together, and adapters, which are made afterwards, are
+    whole in every process: training, checkpoints and publishing know nothing of this.
+
+    Args:
+        model: the causal language model, on the CPU.
+        device: where it is to be.
+    """
+    backbone = cast(Any, model).base_model
+    layers = max((part for part in backbone.modules() if isinstance(part, nn.ModuleList)), key=len)
+    inside = {weight for layer in layers for weight in layer.parameters()}
+    whole = {weight for weight in backbone.parameters() if weight not in inside}
+    for weight in model.parameters():
+        if weight not in inside:
+            weight.data = weight.data.to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    # Has no weights of its own, and knows the order of the layers.
+    fully_shard(backbone, mesh=mesh, ignored_params=whole)
+
+
 def _kind(error: Exception) -> str:
     if is_out_of_memory(error):
         return "memory"
@@ -140,7 +176,9 @@ def join(settings: TrainerSettings) -> Crew | None:
     dist.init_process_group(backend, timeout=_PATIENCE)
     for name in _LAUNCHED:
         os.environ.pop(name, None)
-    return Crew(rank, size)
+    # What `accelerate launch --use_fsdp` sets; accelerate itself is not to act on it.
+    sharded = os.environ.pop("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return Crew(rank, size, sharded)
 
 
 class CrewTrainer(StepTrainer):
@@ -150,10 +188,13 @@ class CrewTrainer(StepTrainer):
         self.crew = crew
         self.owners: list[int] = []
         """Rank that each pass of the step belongs to."""
+        self._padding: list[PackedStep] | None = None
         super().__init__(**arguments)
 
     def passes(self, inputs: Sequence[PackedStep]) -> list[PackedStep]:
         """Those of this process."""
+        if self._padding is not None:
+            return self._padding
         mine = zip(inputs, self.owners, strict=True)
         return [packed for packed, owner in mine if owner == self.crew.rank]
 
@@ -164,8 +205,14 @@ class CrewTrainer(StepTrainer):
         error: Exception | None = None
         loss = torch.zeros((), device=self.args.device)
         try:
+            if self.crew.sharded:
+                self._keep_step(model, inputs, num_items_in_batch)
             loss = super().training_step(model, inputs, num_items_in_batch)
         except Exception as raised:
+            if self.crew.sharded and not isinstance(raised, Stopped):
+                # The others wait within a layer for this process's part of it.
+                log.critical("process %d cannot go on: %s", self.crew.rank, raised)
+                os._exit(1)
             error = raised
         self.crew.agree(error)
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -175,6 +222,20 @@ class CrewTrainer(StepTrainer):
         self.crew.add_up([loss, *(cast(Tensor, weight.grad) for weight in trained)])
         self._share_metrics()
         return loss
+
+    def _keep_step(self, model: nn.Module, inputs: list[PackedStep], tokens: Any) -> None:
+        """As many passes in every process, where layers are put together in each; for nothing."""
+        most = max(self.owners.count(rank) for rank in range(self.crew.size))
+        missing = most - self.owners.count(self.crew.rank)
+        if missing:
+            self._padding = [min(inputs, key=lambda packed: len(packed.trie.input_ids))] * missing
+            try:
+                super().training_step(model, inputs, tokens)
+            finally:
+                self._padding = None
+            self.model.zero_grad(set_to_none=True)
+            self._seen.clear()
+            self._metrics["train"].clear()
 
     def _share_metrics(self) -> None:
         """Every process knows of all passes, so that metrics are those of the whole step."""
@@ -212,7 +273,11 @@ def follow(crew: Crew, resident: int) -> None:
                 learners[key] = _load(crew, order)
             else:
                 learners.move_to_end(order.key)
-                learners[order.key].step(order.samples, lambda: False)
+                learner = learners[order.key]
+                if isinstance(order, _Shares):
+                    learner.effective_shares(order.samples)
+                else:
+                    learner.step(order.samples, lambda: False)
         except Exception as error:
             # Rank 0 has the same, or has heard of it, and says what comes next.
             log.debug("process %d: %s", crew.rank, error)
@@ -223,13 +288,19 @@ def lead(crew: Crew, policy: TrainablePolicy, settings: TrainerSettings, artifac
     order = _Load(policy, settings, artifacts)
     crew.tell(order)
     learner = _load(crew, order)
-    alone = learner.step
+    key = policy.project, policy.name
+    step_alone, shares_alone = learner.step, learner.effective_shares
 
     def step(samples: Sequence[Any], should_stop: Callable[[], bool]) -> Any:
-        crew.tell(_Step((policy.project, policy.name), samples))
-        return alone(samples, should_stop)
+        crew.tell(_Step(key, samples))
+        # Layers that are put together cannot be left in the middle of a step.
+        return step_alone(samples, (lambda: False) if crew.sharded else should_stop)
 
-    learner.step = step
+    def shares(samples: Sequence[Any]) -> Any:
+        crew.tell(_Shares(key, samples))
+        return shares_alone(samples)
+
+    learner.step, learner.effective_shares = step, shares
     return learner
 
 

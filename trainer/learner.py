@@ -17,7 +17,7 @@ from gateway.store.policy_settings import Lora, PolicySettings
 from gateway.store.records import Json
 from trainer import checkpoints, memory, probe
 from trainer.arguments import grpo_config
-from trainer.crew import Crew, CrewTrainer, deal
+from trainer.crew import Crew, CrewTrainer, deal, shard
 from trainer.grpo import StepTrainer, all_finite
 from trainer.logprobs import Way, choose_way
 from trainer.lora_linear import speed_up
@@ -98,7 +98,8 @@ class Learner:
                 f"the files in {policy.base_model} are not those that {policy.name} was trained "
                 "on; put them back, or make a new policy for the new base model."
             )
-        base = load_base_model(policy.base_model, settings)
+        place = shard if crew is not None and crew.sharded else None
+        base = load_base_model(policy.base_model, settings, place)
         check_targets(base, lora)
         way = choose_way(base)
         self._crew = crew
@@ -124,10 +125,11 @@ class Learner:
         self.optimizer_steps = 0
         self._resume(policy)
         log.info(
-            "%s: loaded at @%d on %s; %s, up to %d tokens a pass",
+            "%s: loaded at @%d on %s%s; %s, up to %d tokens a pass",
             policy.name,
             policy.head,
             device,
+            ", sharded" if place else "",
             way.value,
             self.token_budget,
         )

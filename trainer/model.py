@@ -1,6 +1,7 @@
 """Loading a base model, with the words that help when it cannot be loaded."""
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,12 +34,15 @@ def device_of(settings: TrainerSettings) -> str:
     return "cuda" if available and settings.device != "cpu" else "cpu"
 
 
-def load_base_model(name: str, settings: TrainerSettings) -> nn.Module:
+def load_base_model(
+    name: str, settings: TrainerSettings, place: Callable[[nn.Module, str], None] | None = None
+) -> nn.Module:
     """The bare base model on its device, in evaluation mode.
 
     Args:
         name: a folder, or a name on the model hub.
         settings: `device` and `dtype` are used.
+        place: puts it on the device, where it does not fit onto one as a whole.
 
     Raises:
         ModelError: there is no such model.
@@ -71,9 +75,18 @@ def load_base_model(name: str, settings: TrainerSettings) -> nn.Module:
     if getattr(config, "attention_dropout", 0):
         # Packing gives the padded results only if nothing is random.
         config.attention_dropout = 0.0
-    # A quantised model is on its device already, and refuses to be moved.
-    on_device = model if settings.quantization != "none" else model.to(device)
-    return cast(nn.Module, on_device.eval())
+    if settings.quantization != "none":
+        # On its device already, and refuses to be moved.
+        if place is not None:
+            raise ModelError(
+                "a quantised base model cannot be sharded; set STROP_TRAINER_QUANTIZATION to none, "
+                "or leave the launcher's FSDP options out."
+            )
+    elif place is not None:
+        place(model, device)
+    else:
+        model = model.to(device)
+    return cast(nn.Module, model.eval())
 
 
 def _check_precision(device: str, dtype: str, settings: TrainerSettings) -> None:

@@ -27,11 +27,11 @@ PATIENCE = 200.0
 class Launched:
     """`accelerate launch -m trainer` with two processes on this CPU."""
 
-    def __init__(self, log: tiny.Log, folder: Path):
+    def __init__(self, log: tiny.Log, folder: Path, way: list[str]):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+        options = [*way, "--num_processes", "2", "--num_machines", "1"]
         options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
         options += ["--main_process_port", str(port)]
         self.log = folder / "launch.log"
@@ -44,6 +44,8 @@ class Launched:
                 "STROP_DATABASE_URL": log.url,
                 "STROP_TRAINER_DEVICE": "cpu",
                 "STROP_TRAINER_POLL_SECONDS": "0.05",
+                # One process gets two of the three groups, in a pass each, the other a large one.
+                "STROP_TRAINER_TOKEN_BUDGET": "40",
                 "OMP_NUM_THREADS": "1",
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONPATH": str(ROOT),
@@ -103,14 +105,17 @@ def metrics(log: tiny.Log) -> dict[str, float]:
     return json.loads(row[0])
 
 
+@pytest.mark.parametrize(
+    "way", [["--multi_gpu"], ["--use_fsdp", "--fsdp_version", "2"]], ids=["whole", "sharded"]
+)
 def test_two_processes_take_the_step_of_one_wait_for_more_and_end_cleanly(
-    make_log, base_model, trainer_settings, tmp_path
+    make_log, base_model, trainer_settings, tmp_path, way
 ):
     log = make_log(group_size=3, groups_per_step=3)
     for number, length in enumerate((4, 9, 6)):
         log.episodes(base_model, f"g{number}", [1.0, 0.0, 0.3], seed=number, length=length)
     twin = copy_of(log, tmp_path / "twin")
-    launched = Launched(twin, tmp_path / "twin")
+    launched = Launched(twin, tmp_path / "twin", way)
     try:
         assert Worker(log.database, log.artifacts, trainer_settings).visit(log.policy) is (
             Visit.STEPPED
@@ -132,7 +137,8 @@ def test_two_processes_take_the_step_of_one_wait_for_more_and_end_cleanly(
     assert max(float((alone[name] - together[name]).abs().max()) for name in alone) <= 1e-5
     assert any(float(w.abs().max()) > 1e-5 for name, w in alone.items() if "lora_B" in name)
     mine, theirs = metrics(log), metrics(twin)
-    assert (mine["passes"], theirs["passes"]) == (1, 2)
+    assert (mine["passes"], theirs["passes"]) == (1, 3)
+    assert ("sharded" in launched.log.read_text()) == (way != ["--multi_gpu"])
     for name in ("loss", "grad_norm", "ratio_mean", "tokens_trained"):
         assert theirs[name] == pytest.approx(mine[name], rel=1e-4, abs=1e-6), name
 
