@@ -53,8 +53,13 @@ def real_vllm(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @contextmanager
 def vllm_on(base_model: Path, folder: Path, max_model_len: int) -> Iterator[RealVllm]:
     """A vLLM on a model, started the way `strop up` starts it."""
+    # This model's template tells no parser; without one vLLM calls no tools, forced ones neither.
     options = VllmOptions(
-        model=str(base_model), port=0, max_model_len=max_model_len, max_lora_rank=8
+        model=str(base_model),
+        port=0,
+        max_model_len=max_model_len,
+        max_lora_rank=8,
+        tool_parser="hermes",
     )
     launch = prepare(options, folder)
     log = folder / "vllm.log"

@@ -1,5 +1,6 @@
 """`GET /v1/models`: the names that clients may use."""
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -11,27 +12,31 @@ router = APIRouter(tags=["models"])
 Strop = Annotated[Gateway, Depends(gateway_of)]
 
 
+def _card(name: str, created: int, owner: str, **more: Any) -> dict[str, Any]:
+    """A model as OpenAI shows one, with what Anthropic's clients read beside it."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": owner,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z"),
+        **more,
+    }
+
+
 def _listing(gateway: Gateway) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for policy in gateway.publisher.catalog.of(gateway.project):
         names = [(policy.name, policy.alias)]
         names += [(f"{policy.name}@{number}", number) for number in sorted(policy.loaded)]
         for name, version in names:
-            found[name] = {
-                "id": name,
-                "object": "model",
-                "created": policy.created,
-                "owned_by": "strop",
-                "root": policy.base_model,
-                "version": version,
-            }
+            found[name] = _card(
+                name, policy.created, "strop", root=policy.base_model, version=version
+            )
     for name, provider in gateway.settings.providers.items():
-        found[name] = {
-            "id": name,
-            "object": "model",
-            "created": 0,
-            "owned_by": provider.model.partition("/")[0],
-        }
+        found[name] = _card(name, 0, provider.model.partition("/")[0])
     return found
 
 
@@ -39,7 +44,10 @@ def _listing(gateway: Gateway) -> dict[str, dict[str, Any]]:
 @router.get("/rollouts/{group}/{trajectory}/v1/models", include_in_schema=False)
 async def list_models(gateway: Strop) -> dict[str, Any]:
     """Policies, and the versions of them that are loaded."""
-    return {"object": "list", "data": list(_listing(gateway).values())}
+    listing = _listing(gateway)
+    names: list[str | None] = [*listing] or [None]
+    page = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"object": "list", "data": list(listing.values()), **page}
 
 
 @router.get("/v1/models/{model:path}")

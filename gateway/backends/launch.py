@@ -88,7 +88,7 @@ class VllmOptions(BaseModel):
 
     tool_parser: str = "auto"
     """vLLM's --tool-call-parser, such as `hermes` for Qwen. `auto`: what the chat template of a
-    model in a folder tells. Without one (empty) `tool_choice: auto` is refused."""
+    model in a folder tells. Without one (empty) requests with tools are refused."""
 
     reasoning_parser: str = ""
     """vLLM's --reasoning-parser, such as `qwen3`, which parts thoughts from answers."""

@@ -94,6 +94,10 @@ def check_chat(body: Json) -> None:
         value = body.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise invalid(f"`{name}` must be a number.", name, "invalid_type")
+    if body.get("top_logprobs") and not body.get("logprobs"):
+        raise invalid(
+            "`top_logprobs` needs `logprobs` to be true.", "top_logprobs", "invalid_value"
+        )
     for name in ("metadata", "stream_options"):
         if body.get(name) is not None:
             _type(body[name], dict, name, "an object")

@@ -46,6 +46,8 @@ class Capture:
         """Events of a stream that wait until the completion is durable."""
         self._ended = 0
         self._visible_logprobs: dict[int, list[Any]] = {}
+        self._stop_reasons: dict[int, Any] = {}
+        """Stop strings that ended choices of a stream, as vLLM names them."""
 
     def take_body(self, body: Json) -> None:
         """Take a non-streamed answer in; `response` is then what the client gets."""
@@ -134,6 +136,8 @@ class Capture:
         if not self.wants.logprobs:
             choice["logprobs"] = None
         finish_reason = choice.get("finish_reason")
+        if choice.get("stop_reason") is not None:
+            self._stop_reasons[index] = choice["stop_reason"]
         if finish_reason is not None:
             self._ended += captured.finish_reason is None
             captured.finish_reason = finish_reason
@@ -160,6 +164,7 @@ class Capture:
                 if index in self._visible_logprobs
                 else None,
                 "finish_reason": choice.finish_reason,
+                "stop_reason": self._stop_reasons.get(index),
             }
             for index, choice in sorted(self.choices.items())
         ]

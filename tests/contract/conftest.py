@@ -128,7 +128,7 @@ _JSON = "application/json"
 async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Server]:
     async with aiohttp.ClientSession() as http:
         if request.param == "fake":
-            fake = FakeVllm(max_model_len=MAX_MODEL_LEN, max_lora_rank=8, tool_parser=False)
+            fake = FakeVllm(max_model_len=MAX_MODEL_LEN, max_lora_rank=8)
             async with fake:
                 yield Server(fake.url, TINY, http, tmp_path, fake=fake)
             return

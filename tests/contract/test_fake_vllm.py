@@ -140,3 +140,12 @@ async def test_runs_as_a_script_and_is_told_over_http() -> None:
     finally:
         process.terminate()
         process.wait(10)
+
+
+async def test_without_a_parser_no_tool_is_called() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    async with FakeVllm(tool_parser=False) as vllm:
+        for choice, said in (("auto", '"auto" tool choice'), ("required", "requires --tool-call-")):
+            status, body = await ask(vllm, tools=tools, tool_choice=choice)
+            assert status == 400
+            assert said in body["error"]["message"]

@@ -48,6 +48,10 @@ def answer_chat(
         raise ApiError(
             '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
         )
+    if choice not in ("none", "auto") and not tool_parser:
+        named = choice if isinstance(choice, str) else choice["function"]["name"]
+        said = f'"{named}"' if isinstance(choice, str) else f'function "{named}"'
+        raise ApiError(f"tool_choice={said} requires --tool-call-parser to be set")
     _check(request, max_model_len)
     prompt = chat_prompt(request.messages, request.tools)
     limit = _room(request, prompt, max_model_len)

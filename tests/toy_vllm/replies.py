@@ -318,7 +318,24 @@ def _interleaved(choices: list[Choice]) -> list[tuple[Choice, Step, bool]]:
 def _with_usage(
     reply: Reply, head: dict[str, Any], chunks: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    if (reply.request.stream_options or {}).get("include_usage"):
+    options = reply.request.stream_options or {}
+    if options.get("include_usage") and options.get("continuous_usage_stats"):
+        # Counted as it comes, and without details.
+        prompt, sampled = reply.usage()["prompt_tokens"], 0
+        for chunk in chunks:
+            sampled += sum(len(_sampled(choice)) for choice in chunk["choices"])
+            chunk["usage"] = {
+                "prompt_tokens": prompt,
+                "total_tokens": prompt + sampled,
+                "completion_tokens": sampled,
+            }
+    if options.get("include_usage"):
         chunks.append({**head, "choices": [], "usage": reply.usage()})
     chunks[-1]["system_fingerprint"] = FINGERPRINT
     return chunks
+
+
+def _sampled(choice: dict[str, Any]) -> list[Any]:
+    """The logprobs of a chunk's choice, one for each token."""
+    logprobs = choice["logprobs"] or {}
+    return logprobs.get("content") or logprobs.get("token_logprobs") or []
