@@ -24,6 +24,8 @@ TOOL: Any = {
     "function": {
         "name": "paint",
         "description": "Paint it.",
+        # Without it vLLM holds the arguments to JSON, not to their schema.
+        "strict": True,
         "parameters": {
             "type": "object",
             "properties": {"colour": {"type": "string", "enum": ["red", "blue"]}},
@@ -103,14 +105,10 @@ async def test_answers_at_once_streamed_and_several(loop: Loop):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_required_tool_is_called(loop: Loop, stream: bool):
-    asked: Any = {
-        "model": POLICY,
-        "messages": [{"role": "user", "content": "Paint the fence red."}],
-        "max_tokens": 60,
-        "tools": [TOOL],
-        "tool_choice": "required",
-    }
+async def test_a_required_tool_is_called_and_its_result_answered(loop: Loop, stream: bool):
+    messages: list[Any] = [{"role": "user", "content": "Paint the fence red."}]
+    options: Any = {"model": POLICY, "max_tokens": 60, "tools": [TOOL]}
+    asked: Any = {"messages": messages, "tool_choice": "required", **options}
     if stream:
         async with loop.client.chat.completions.stream(
             stream_options={"include_usage": True}, **asked
@@ -123,9 +121,16 @@ async def test_a_required_tool_is_called(loop: Loop, stream: bool):
     row = exact(loop, reply.id, reply.usage, "biased_sampling")
     (call, *_) = reply.choices[0].message.tool_calls
     assert call.function.name == "paint"
-    # vLLM holds the arguments to JSON; a model as small as this one does not keep to their schema.
-    json.loads(call.function.arguments)
+    assert json.loads(call.function.arguments)["colour"] in ("red", "blue")
     assert row.response["choices"][0]["message"]["tool_calls"][0]["id"] == call.id
+    messages += [
+        reply.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": "It is painted."},
+    ]
+    after = await loop.client.chat.completions.create(
+        messages=messages, **{**options, "max_tokens": 6}
+    )
+    assert exact(loop, after.id, after.usage, None).parent_id == row.id
 
 
 async def test_an_answer_is_parsed(loop: Loop):
