@@ -72,6 +72,8 @@ def _prunable(database: Database, policy: TrainablePolicy, keep: Keep) -> list[q
     stays: set[Any] = {*kept(there, rewards, keep), policy.settings.get("kl_version")}
     if current is not None:
         stays |= {current["alias"], current["head"], current["canary"]}
+        # The KL term keeps near it.
+        stays.add(current["settings"].get("kl_version"))
     # A step may have begun from it and not be over.
     stays.add(policy.head)
     return [row for row in candidates if row["number"] not in stays]

@@ -8,8 +8,9 @@ tokens weigh as much as all the others, little is left to learn from. How little
 over its n sampled tokens: 1 where all weigh the same, 1 / n where one of them has all the weight.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from trainer.model import ModelError
 from trainer.plan import Plan
 from trainer.samples import STALE, Sample
 
@@ -25,6 +26,19 @@ def aged(plan: Plan) -> list[Sample]:
         if abs(plan.head - span.version) > 1
     }
     return [sample for sample in plan.samples if sample.trajectory_id in old]
+
+
+def drop_aged(plan: Plan, shares_of: Callable[[list[Sample]], Mapping[str, float]]) -> None:
+    """Take what age has left too little of out of a plan, which is changed in place."""
+    old = aged(plan)
+    if not old:
+        return
+    try:
+        shares = shares_of(old)
+    except ModelError:
+        # A model that cannot be loaded fails the step, and there it is put on record.
+        return
+    drop_stale(plan, shares)
 
 
 def drop_stale(plan: Plan, shares: Mapping[str, float]) -> None:

@@ -41,7 +41,7 @@ from trainer.plan import Plan, PlannedGroup, claim_limit, make_plan
 from trainer.recipe import recipe_of
 from trainer.reporting import Reporter
 from trainer.settings import TrainerSettings
-from trainer.staleness import aged, drop_stale
+from trainer.staleness import drop_aged
 
 log = logging.getLogger("strop.trainer")
 
@@ -204,9 +204,7 @@ class Worker:
             rest = [g.claimed for g, over in zip(plan.groups, done, strict=True) if not over]
             claims.release_groups(self._database, rest, self.name)
             return Visit.SKIPPED if hopeless else Visit.NOTHING
-        old = aged(plan)
-        if old:
-            drop_stale(plan, self._learner(policy).effective_shares(old))
+        drop_aged(plan, lambda old: self._learner(policy).effective_shares(old))
         if not plan.teaching:
             self._skip(policy, plan.groups)
             return Visit.SKIPPED

@@ -1,12 +1,15 @@
 """Importance weights, rows and passes of the loss, computed by hand."""
 
 import dataclasses
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from sqlalchemy import update
 
+from gateway.store.models import Policy
 from gateway.store.policy_settings import PolicySettings
 from tests.trainer import tiny
 from tests.trainer.test_grpo import step_trainer
@@ -14,6 +17,7 @@ from trainer.grpo import StepTrainer
 from trainer.objective import effective_share, importance_weights
 from trainer.packing import pack
 from trainer.samples import Sample
+from trainer.worker import Visit, Worker
 
 LOSSES = ["bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo"]
 
@@ -259,3 +263,30 @@ def test_the_names_of_training_settings_are_those_of_trl():
     source = inspect.getsource(GRPOTrainer._compute_loss)
     for loss in LOSSES:
         assert f'"{loss}"' in source
+
+
+def test_a_policy_keeps_near_the_version_of_its_settings(make_log, base_model, trainer_settings):
+    log = make_log(training={"learning_rate": 1e-3, "beta": 0.1})
+    worker = Worker(log.database, log.artifacts, trainer_settings)
+
+    def step(number: int) -> float:
+        log.episodes(base_model, f"g{number}", [1.0, 0.0], seed=number)
+        assert worker.visit(log.policy) is Visit.STEPPED
+        rows = log.rows("select metrics from steps where state = 'done' order by id desc limit 1")
+        return json.loads(rows[0][0])["kl_base"]
+
+    def near(version: int | None) -> None:
+        with log.database.write() as connection:
+            settings = {**log.policy.settings, "kl_version": version}
+            connection.execute(update(Policy).values(settings=settings))
+
+    assert step(1) == pytest.approx(0.0, abs=1e-7)
+    # Before the second step the weights are those of version 1, and not those of the base.
+    assert step(2) > 1e-7
+    near(2)
+    assert step(3) == pytest.approx(0.0, abs=1e-7)
+    near(9)
+    log.episodes(base_model, "g9", [1.0, 0.0], seed=9)
+    assert worker.visit(log.policy) is Visit.FAILED
+    (error,) = log.rows("select error from steps where state = 'failed'")
+    assert "agent@9, its kl_version, which there is not" in error[0]
