@@ -117,20 +117,19 @@ def view(
 def _turns(
     connection: Connection, project: str, ids: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, int], dict[str, int]]:
-    query = (
-        select(
-            Completion.id,
-            Completion.trajectory_id,
-            Completion.version,
-            Completion.completion_tokens,
-        )
-        .where(Completion.project == project, Completion.trajectory_id.in_(ids))
-        .order_by(Completion.created_at, Completion.id)
-    )
+    query = select(
+        Completion.id,
+        Completion.trajectory_id,
+        Completion.version,
+        Completion.completion_tokens,
+        Completion.created_at,
+    ).where(Completion.project == project, Completion.trajectory_id.in_(ids))
+    # Sorted here: asked for the order, SQLite goes through all completions in it.
+    found = sorted(connection.execute(query).mappings(), key=lambda r: (r["created_at"], r["id"]))
     newest: dict[str, Any] = {}
     turns: dict[str, int] = {}
     tokens: dict[str, int] = {}
-    for row in connection.execute(query).mappings():
+    for row in found:
         owner = row["trajectory_id"]
         newest[owner] = dict(row)
         turns[owner] = turns.get(owner, 0) + 1

@@ -226,6 +226,17 @@ def trajectories(
     ]
 
 
+def _names(connection: Connection, project: str) -> list[str]:
+    """The policies that have groups, found by stepping from one to the next in the index."""
+    found: list[str] = []
+    query = select(func.min(Group.policy)).where(Group.project == project)
+    name = connection.execute(query).scalar_one()
+    while name is not None:
+        found.append(name)
+        name = connection.execute(query.where(Group.policy > name)).scalar_one()
+    return found
+
+
 def groups(
     connection: Connection,
     project: str,
@@ -243,12 +254,17 @@ def groups(
         Trajectory.group_id == Group.id,
     )
     query = select(Group.__table__).where(Group.project == project, held)
-    if policy_name is not None:
-        query = query.where(Group.policy == policy_name)
     if before is not None:
         query = query.where(Group.updated_at < before)
     query = query.order_by(Group.updated_at.desc(), Group.id).limit(limit)
-    rows = list(connection.execute(query).mappings())
+    names = [policy_name] if policy_name is not None else _names(connection, project)
+    # Policy by policy, each from the end of its index: over all of them the groups would be sorted.
+    found = [
+        row
+        for name in names
+        for row in connection.execute(query.where(Group.policy == name)).mappings()
+    ]
+    rows = sorted(found, key=lambda row: (-row["updated_at"], row["id"]))[:limit]
     counts: dict[tuple[str, str], list[Any]] = {}
     members = (
         select(
@@ -260,7 +276,11 @@ def groups(
             Trajectory.split,
             func.count(),
         )
-        .where(Trajectory.project == project, Trajectory.group_id.in_([r["id"] for r in rows]))
+        .where(
+            Trajectory.project == project,
+            Trajectory.policy.in_({row["policy"] for row in rows}),
+            Trajectory.group_id.in_([row["id"] for row in rows]),
+        )
         .group_by(
             Trajectory.policy,
             Trajectory.group_id,
