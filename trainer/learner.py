@@ -124,6 +124,8 @@ class Learner:
         )
         self.optimizer_steps = 0
         self._resume(policy)
+        # Other policies in this process draw from the same generator.
+        self._random = torch.get_rng_state()
         log.info(
             "%s: loaded at @%d on %s%s; %s, up to %d tokens a pass",
             policy.name,
@@ -166,6 +168,7 @@ class Learner:
             TooLong: a sample does not fit into memory; nothing was trained.
         """
         clock = Clock()
+        torch.set_rng_state(self._random)
         causal = cast(nn.Module, self.model.get_base_model())
         earlier = probe.before(causal, samples)
         clock.lap("probe")
@@ -178,6 +181,7 @@ class Learner:
             )
         found = probe.after(causal, earlier)
         clock.lap("probe")
+        self._random = torch.get_rng_state()
         self.optimizer_steps += 1
         metrics["tokens_seen"] = sum(len(b.trie.input_ids) for b in batches)
         metrics["tokens_padded"] = sum(len(s.token_ids) for s in samples)
@@ -261,7 +265,7 @@ class Learner:
             checkpoints.TrainingState(
                 self.trainer.optimizer.state_dict(),
                 self.trainer.lr_scheduler.state_dict(),
-                torch.get_rng_state(),
+                self._random,
                 self.optimizer_steps,
             ),
             record,
