@@ -95,6 +95,7 @@ def build(settings: Settings | None = None) -> FastAPI:
     )
     errors.install(app)
     app.state.telemetry, app.tell = telemetry, telemetry.tell
+    app.most = settings.max_requests
     # `Strop` calls the same for its hot path, which passes no middleware.
     app.add_middleware(Authentication)
     for path, (surface, _) in SURFACES.items():
@@ -198,9 +199,9 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
                 database, writer, asker, traced=settings.langfuse.projects, poll=settings.judge_poll
             )
             tasks.append(asyncio.create_task(judging.run()))
-            if settings.retention_days is not None:
-                days = settings.retention_days
-                deleting = retention.run(database, writer, days, worker.publishes)
+            days, by_project = settings.retention_days, settings.project_retention_days
+            if days is not None or by_project:
+                deleting = retention.run(database, writer, days, by_project, worker.publishes)
                 tasks.append(asyncio.create_task(deleting))
             try:
                 with hub.ending_with_the_process():

@@ -187,7 +187,8 @@ def _secret(headers: Mapping[str, str]) -> str | None:
 def refusal(error: ApiError, path: str) -> Response:
     """The answer, in the format of the surface that was asked."""
     if "/v1/messages" in path:
-        return json_response(error_body(error), error.status)
+        headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
+        return json_response(error_body(error), error.status, headers)
     return error.response()
 
 

@@ -20,6 +20,14 @@ from gateway.telemetry.observation import Tell, observed
 
 _ROLLOUT = re.compile(r"/rollouts/(?P<group>[^/]+)/(?P<trajectory>[^/]+)(?P<path>/v1/.+)")
 
+_TOO_MANY = ApiError(
+    429,
+    "As many requests are being answered as this gateway takes at once (max_requests). Try again "
+    "in a second.",
+    code="too_many_requests",
+    retry_after=1,
+)
+
 
 class Strop(FastAPI):
     """FastAPI, but for the paths in `hot`.
@@ -33,6 +41,12 @@ class Strop(FastAPI):
 
     tell: Tell | None = None
     """What is told of every request when it is over."""
+
+    most: int = 1024
+    """Requests of the hot path that are answered at once."""
+
+    in_flight: int = 0
+    """Those that are being answered now."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -61,7 +75,14 @@ class Strop(FastAPI):
         except ApiError as error:
             await refusal(error, path)(scope, receive, send)
             return
-        await _answered(endpoint, scope, receive, send)
+        if self.in_flight >= self.most:
+            await refusal(_TOO_MANY, path)(scope, receive, send)
+            return
+        self.in_flight += 1
+        try:
+            await _answered(endpoint, scope, receive, send)
+        finally:
+            self.in_flight -= 1
 
 
 async def _answered(endpoint: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:

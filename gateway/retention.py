@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from sqlalchemy import select
@@ -21,11 +21,17 @@ _BATCH = 20
 
 
 async def run(
-    database: Database, writer: Writer, days: float, is_ours: Callable[[], bool] = lambda: True
+    database: Database,
+    writer: Writer,
+    days: float | None,
+    by_project: Mapping[str, float],
+    is_ours: Callable[[], bool] = lambda: True,
 ) -> None:
     """Delete what is too old, and look again every hour, until cancelled.
 
     Args:
+        days: how long projects are kept that `by_project` does not name; None: for ever.
+        by_project: days by project.
         is_ours: false while another process of this machine does it.
     """
     while True:
@@ -33,22 +39,33 @@ async def run(
             if not is_ours():
                 await asyncio.sleep(_WAITING_SECONDS)
                 continue
-            deleted = await delete_once(database, writer, time.time() - days * 86_400)
+            deleted = await delete_once(database, writer, days, by_project, time.time())
             if deleted:
-                log.info("%d trajectories were older than %g days and are deleted", deleted, days)
+                log.info("%d trajectories were older than they are to be kept: deleted", deleted)
         except Exception:
             log.exception("deleting what is too old failed; trying again in an hour")
         await asyncio.sleep(_PAUSE_SECONDS)
 
 
-async def delete_once(database: Database, writer: Writer, before: float) -> int:
-    """Delete what had its last completion or reward before a time; returns how many trajectories.
+async def delete_once(
+    database: Database,
+    writer: Writer,
+    days: float | None,
+    by_project: Mapping[str, float],
+    now: float,
+) -> int:
+    """Delete what had its last completion or reward too long ago; returns how many trajectories.
 
     Args:
-        before: Unix seconds.
+        days, by_project: as for `run`.
+        now: Unix seconds.
     """
     total = 0
     for project in await asyncio.to_thread(_projects, database):
+        kept = by_project.get(project, days)
+        if kept is None:
+            continue
+        before = now - kept * 86_400
         operation = partial(
             deletion.delete_older_than, project=project, before=before, limit=_BATCH
         )

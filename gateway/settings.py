@@ -1,7 +1,7 @@
 """All settings of the gateway. Each can be set as `STROP_<NAME>` or in `strop.toml`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -84,6 +84,10 @@ class Settings(StoreSettings):
     max_body_bytes: int = Field(default=32 * 2**20, ge=1024)
     """Largest request body that is read."""
 
+    max_requests: int = Field(default=1024, ge=1)
+    """Completions that one process answers at once; further ones are refused with 429, and clients
+    try again. Each holds its body and its answer in memory."""
+
     upstream_timeout: float = Field(default=600.0, gt=0)
     """Seconds that vLLM may take for one answer, or between two chunks of it."""
 
@@ -98,6 +102,9 @@ class Settings(StoreSettings):
 
     retention_days: float | None = Field(default=None, gt=0)
     """Days after its last completion or reward at which a trajectory is deleted. None: never."""
+
+    project_retention_days: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """The same for single projects, which have it instead: `[project_retention_days]`."""
 
     judge_poll: float = Field(default=2.0, gt=0)
     """Seconds between two looks for groups that a judge is to rank."""

@@ -36,7 +36,8 @@ def rewards_by_version(connection: Connection, project: str, policy: str) -> lis
     """Mean reward by version and split, oldest version first.
 
     A trajectory's reward is the sum of its newest rewards, one for each name and target, weighted
-    as the policy's settings say. Trajectories without a reward do not count.
+    as the policy's settings say; choices of one completion are alternatives, so their mean counts.
+    Trajectories without a reward do not count.
     """
     scores: dict[tuple[int, str], list[float]] = {}
     for one in trajectory_rewards(connection, project, policy):
@@ -95,6 +96,8 @@ def trajectory_rewards(
             Trajectory.id,
             Trajectory.group_id,
             Trajectory.created_at,
+            Reward.completion_id,
+            Reward.choice,
             Reward.name,
             Reward.reward,
         )
@@ -108,12 +111,29 @@ def trajectory_rewards(
     if versions is not None:
         query = query.where(began.c.version.in_(versions))
     found: dict[str, TrajectoryReward] = {}
-    for version, split, trajectory, group, at, name, reward in connection.execute(query):
-        worth = weights.get(name, 1.0) * reward
-        if trajectory in found:
-            found[trajectory].reward += worth
+    choices: dict[tuple[str, str], dict[int, float]] = {}
+    for (
+        version,
+        split,
+        trajectory,
+        group,
+        at,
+        completion,
+        choice,
+        name,
+        reward,
+    ) in connection.execute(query):
+        one = found.get(trajectory)
+        if one is None:
+            one = found[trajectory] = TrajectoryReward(version, split, group, 0.0, at)
+        worth = float(weights.get(name, 1.0) * reward)
+        if choice is None:
+            one.reward += worth
         else:
-            found[trajectory] = TrajectoryReward(version, split, group, float(worth), at)
+            alternatives = choices.setdefault((trajectory, completion), {})
+            alternatives[choice] = alternatives.get(choice, 0.0) + worth
+    for (trajectory, _), alternatives in choices.items():
+        found[trajectory].reward += sum(alternatives.values()) / len(alternatives)
     return list(found.values())
 
 

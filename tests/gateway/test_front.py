@@ -1,5 +1,6 @@
 """The hot path goes round the framework, and nobody can tell from its answers."""
 
+import asyncio
 from collections.abc import Callable
 
 import httpx
@@ -8,6 +9,7 @@ from fastapi import FastAPI
 
 from gateway.api.chat import ChatCompletions
 from gateway.app import SURFACES, build
+from gateway.errors import ApiError
 from gateway.settings import Settings
 from gateway.store import keys
 
@@ -73,3 +75,27 @@ async def test_a_fault_of_strop_is_a_500_in_openais_format(both, monkeypatch):
     assert answer.status_code == 500
     assert "LookupError" in answer.json()["error"]["message"]
     assert "secret" not in answer.text
+
+
+async def test_more_requests_than_are_taken_at_once_are_a_429(both, monkeypatch):
+    short, _, app = both
+    held, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def answer(*_):
+        held.set()
+        await goes_on.wait()
+        raise ApiError(400, "Enough.")
+
+    monkeypatch.setattr(ChatCompletions, "answer", answer)
+    app.most = 1
+    first = asyncio.create_task(short.post("/v1/chat/completions", json=ASK))
+    await held.wait()
+    refused = await short.post("/v1/completions", json=ASK)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["code"] == "too_many_requests"
+    refused = await short.post("/v1/messages", json=ASK)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    goes_on.set()
+    assert (await first).status_code == 400
+    assert (await short.post("/v1/chat/completions", json=ASK)).status_code == 400

@@ -349,20 +349,27 @@ async def test_a_filter_has_an_index(
     assert index in "".join(plan), plan
 
 
-async def test_what_is_older_than_it_is_to_be_kept_is_deleted_in_every_project(
+async def test_what_is_older_than_its_project_is_to_be_kept_is_deleted(
     database: Database, writer: Writer, captured: Captured
 ):
-    for project in ("default", "other"):
+    day = 86_400.0
+    for project in ("default", "other", "longer"):
         for index in range(45):
-            when = 1000.0 if index < 42 else 9000.0
+            when = day if index < 42 else 9 * day
             await writer.store(
                 captured(f"t{index}", project=project, created_at=when, finished_at=when)
             )
-    assert await retention.delete_once(database, writer, before=5000.0) == 84
-    assert await retention.delete_once(database, writer, before=5000.0) == 0
+
+    async def deleted(days: float | None, **by_project: float) -> int:
+        return await retention.delete_once(database, writer, days, by_project, now=10 * day)
+
+    assert await deleted(None, longer=9.5) == 0
+    assert await deleted(None, other=5.0) == 42
+    assert await deleted(5.0, longer=9.5) == 42
+    assert await deleted(5.0, longer=9.5) == 0
     with database.read() as connection:
-        for project in ("default", "other"):
-            assert queries.trajectory(connection, project, "t41") is None
+        for project, gone in (("default", True), ("other", True), ("longer", False)):
+            assert (queries.trajectory(connection, project, "t41") is None) is gone
             assert queries.trajectory(connection, project, "t42") is not None
 
 
