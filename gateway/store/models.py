@@ -232,6 +232,12 @@ class Completion(Base):
         Index("ix_completions_trajectory", "project", "trajectory_id", "created_at"),
         Index("ix_completions_created", "project", "created_at"),
         Index("ix_completions_policy", "project", "policy", "id"),
+        Index("ix_completions_version", "project", "policy", "version", "id"),
+        only_where(
+            Index("ix_completions_failed", "project", "status", "id"), "status <> 'complete'"
+        ),
+        # SQLite has it in the next one.
+        Index("ix_completions_project", "project", "id").ddl_if(dialect="postgresql"),
         # Any key of `client_metadata` may be asked for. PostgreSQL indexes them all; SQLite reads
         # this index instead of the rows, whose prompts and messages lie before the metadata.
         Index("ix_completions_metadata", "project", "id", "client_metadata").ddl_if(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, exists, func, select
+from sqlalchemy import Connection, RowMapping, func, select
 from sqlalchemy import case as sql_case
 
 from gateway.store.models import Choice, Completion, Group, Policy, Reward, Trajectory, Version
@@ -247,13 +247,19 @@ def groups(
     before: float | None = None,
 ) -> list[GroupSummary]:
     """Groups, the most recently active first."""
-    # One whose only trajectory became a group of its own is nobody's.
-    held = exists().where(
-        Trajectory.project == Group.project,
-        Trajectory.policy == Group.policy,
-        Trajectory.group_id == Group.id,
+    # One whose only trajectory became a group of its own is nobody's. Not EXISTS, for which
+    # PostgreSQL may read all trajectories of the policy at once.
+    member = (
+        select(Trajectory.id)
+        .where(
+            Trajectory.project == Group.project,
+            Trajectory.policy == Group.policy,
+            Trajectory.group_id == Group.id,
+        )
+        .limit(1)
+        .scalar_subquery()
     )
-    query = select(Group.__table__).where(Group.project == project, held)
+    query = select(Group.__table__).where(Group.project == project, member.is_not(None))
     if before is not None:
         query = query.where(Group.updated_at < before)
     query = query.order_by(Group.updated_at.desc(), Group.id).limit(limit)

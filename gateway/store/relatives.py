@@ -13,7 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    ColumnExpressionArgument,
+    Connection,
+    ScalarSelect,
+    func,
+    or_,
+    select,
+)
 from sqlalchemy.orm import aliased
 
 from gateway.store import baselines, queries, revisions
@@ -28,18 +36,23 @@ _Parent = aliased(Trajectory)
 _ANCESTORS = 16
 """Sub-agents of sub-agents are followed this far."""
 
-_same = and_(_Parent.project == Trajectory.project, _Parent.id == Trajectory.parent_id)
+
+def _parent(*conditions: ColumnExpressionArgument[bool]) -> ScalarSelect[str]:
+    # Not EXISTS, for which PostgreSQL may read all trajectories at once and keep what fits.
+    same = (_Parent.project == Trajectory.project, _Parent.id == Trajectory.parent_id)
+    return select(_Parent.id).where(*same, *conditions).scalar_subquery()
+
 
 stands_alone: ColumnElement[bool] = or_(
     Trajectory.rewarded,
     Trajectory.parent_id.is_(None),
-    ~exists().where(_same, _Parent.policy == Trajectory.policy, _Parent.split == Trajectory.split),
+    _parent(_Parent.policy == Trajectory.policy, _Parent.split == Trajectory.split).is_(None),
 )
 """Whether a trajectory is a member of its group, not a part of its parent's episode."""
 
 has_reward: ColumnElement[bool] = or_(
     Trajectory.rewarded,
-    exists().where(_same, _Parent.policy != Trajectory.policy, _Parent.rewarded),
+    _parent(_Parent.policy != Trajectory.policy, _Parent.rewarded).is_not(None),
 )
 """Whether a trajectory has a reward, of its own or lent by a parent of another policy."""
 

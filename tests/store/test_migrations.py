@@ -23,8 +23,11 @@ from gateway.store.tracing_models import (
 )
 from tests.store.conftest import Captured
 
-ELSEWHERE = {"sqlite": "ix_completions_metadata_keys", "postgresql": "ix_completions_metadata"}
-"""The index that the other of the two databases has."""
+ELSEWHERE = {
+    "sqlite": {"ix_completions_metadata_keys", "ix_completions_project"},
+    "postgresql": {"ix_completions_metadata"},
+}
+"""The indexes that the other of the two databases has."""
 
 
 def test_the_migrations_make_what_the_models_say(database: Database):
@@ -32,7 +35,7 @@ def test_the_migrations_make_what_the_models_say(database: Database):
         other = ELSEWHERE[connection.dialect.name]
         options = {
             "compare_type": True,
-            "include_object": lambda _object, name, kind, *_: (kind, name) != ("index", other),
+            "include_object": lambda _object, name, kind, *_: kind != "index" or name not in other,
         }
         context = MigrationContext.configure(connection, opts=options)
         assert compare_metadata(context, Base.metadata) == []
@@ -182,6 +185,29 @@ def test_what_was_trained_on_before_revisions_counts_as_settled(empty_url: str):
         use = connection.execute(select(CompletionUse.__table__)).mappings().one()
         assert connection.execute(select(Baseline.__table__)).all() == []
     assert (use["revision"], use["baseline"], use["ratio"]) == (0, None, None)
+    database.dispose()
+
+
+def test_a_log_of_before_is_listed_by_version_and_failure(empty_url: str, captured: Captured):
+    database = Database(empty_url)
+    database.migrate("0010")
+    items = [
+        captured(f"t{n}", f"g{n}", version=n % 2, status=("complete", "error", "aborted")[n % 3])
+        for n in range(6)
+    ]
+    for item in items:
+        store_as_it_was(database, item)
+    database.migrate("0011")
+    indexes = {index["name"] for index in inspect(database.engine).get_indexes("completions")}
+    assert {"ix_completions_version", "ix_completions_failed"} <= indexes
+    for chosen, expected in (
+        (listing.Filter(policy="agent", version=1), items[1::2]),
+        (listing.Filter(status="error"), [items[1], items[4]]),
+        (listing.Filter(status="complete"), [items[0], items[3]]),
+    ):
+        with database.read() as connection:
+            found = listing.ids(connection, "default", chosen, limit=9)
+        assert found == sorted(item.id for item in expected)
     database.dispose()
 
 
