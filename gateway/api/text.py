@@ -156,15 +156,14 @@ async def _prepare(
 
 
 async def _whole(gateway: Gateway, exchanges: list[Exchange], body: Json, send: Send) -> None:
+    tasks = [asyncio.ensure_future(_one(gateway, exchange)) for exchange in exchanges]
     try:
-        async with asyncio.TaskGroup() as group:
-            for exchange in exchanges:
-                group.create_task(_one(gateway, exchange))
-    except* ApiError as failures:
-        first = failures.exceptions[0]
-        while isinstance(first, ExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
+        await asyncio.gather(*tasks)
+    finally:
+        # After the first that fails; each of the others is in the log before the client is told.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     answers = [exchange.capture.response for exchange in exchanges]
     choices = [choice for answer in answers for choice in answer["choices"]]
     answer = {**answers[0], "choices": choices, "usage": _usage(exchanges)}
