@@ -7,10 +7,11 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.chat import answer
 from gateway.api.embeddings import forward, prompt_of
 from gateway.api.previous import conversation, find, in_its_trajectory
+from gateway.auth import refusal
 from gateway.capture import translate_messages
 from gateway.capture.request import check_chat, parse_body
 from gateway.capture.translate import Json, Translated, litellm
-from gateway.capture.translate_messages import MessagesSurface, error_body
+from gateway.capture.translate_messages import MessagesSurface
 from gateway.errors import ApiError, json_response
 from gateway.gateway import Gateway, gateway_in
 from gateway.http import ClientGone, read_body, unless_hung_up
@@ -33,9 +34,7 @@ class Messages:
         except ClientGone:
             return
         except ApiError as error:
-            headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
-            response = json_response(error_body(error), error.status, headers)
-            await response(scope, receive, send)
+            await refusal(error, scope["path"])(scope, receive, send)
 
 
 async def create(
