@@ -4,21 +4,21 @@ import asyncio
 import os
 import subprocess
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from pydantic import ValidationError
-from rich.table import Table
+from rich.markup import escape
 
 from gateway.commands.doctor import doctor
+from gateway.commands.export import data_app
+from gateway.commands.keys import keys_app
+from gateway.commands.langfuse import langfuse_app
 from gateway.commands.log import group_app, reward, trajectory_app
-from gateway.commands.shared import URL, AsJson, PolicyName, Url, ask, err, out, show_json
+from gateway.commands.policy import policy_app
+from gateway.commands.shared import AsJson, err, opened, settings, show, shown_url
 from gateway.commands.status import status
+from gateway.commands.step import step_app
 from gateway.commands.why import why
-from gateway.export_cli import data_app
-from gateway.keys_cli import keys_app
-from gateway.langfuse_cli import langfuse_app
-from gateway.life_cli import register, step_app
 from gateway.settings import Settings
 
 app = typer.Typer(
@@ -26,7 +26,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-policy_app = typer.Typer(help="What is being trained, its versions, and the way back.")
 app.add_typer(policy_app, name="policy", no_args_is_help=True)
 app.add_typer(step_app, name="step", no_args_is_help=True)
 app.add_typer(keys_app, name="keys", no_args_is_help=True)
@@ -41,17 +40,6 @@ app.command()(why)
 app.command(context_settings={"ignore_unknown_options": True})(reward)
 
 
-def _settings() -> Settings:
-    try:
-        return Settings()
-    except ValidationError as error:
-        for item in error.errors():
-            name = ".".join(str(part) for part in item["loc"])
-            what = f"The setting {name} is wrong:" if name else "The settings are wrong:"
-            err.print(f"[red]{what}[/] {item['msg']}", highlight=False)
-        raise typer.Exit(2) from None
-
-
 @app.command()
 def up(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all logs.")] = False,
@@ -62,9 +50,9 @@ def up(
     """Start vLLM (unless STROP_REPLICAS names some), the gateway and the trainer."""
     from gateway.up import up as run_up
 
-    settings = _settings()
-    _refuse_open_door(settings)
-    raise typer.Exit(asyncio.run(run_up(settings, trainer=trainer, verbose=verbose)))
+    chosen = settings()
+    _refuse_open_door(chosen)
+    raise typer.Exit(asyncio.run(run_up(chosen, trainer=trainer, verbose=verbose)))
 
 
 @app.command()
@@ -77,9 +65,9 @@ def serve(
     if workers is not None:
         # The processes read it from there.
         os.environ["STROP_WORKERS"] = str(workers)
-    settings = _settings()
-    _refuse_open_door(settings)
-    os.execv(sys.executable, [sys.executable, *gateway_arguments(settings)])
+    chosen = settings()
+    _refuse_open_door(chosen)
+    os.execv(sys.executable, [sys.executable, *gateway_arguments(chosen)])
 
 
 def _refuse_open_door(settings: Settings) -> None:
@@ -131,96 +119,18 @@ def train(context: typer.Context) -> None:
 
 
 @app.command()
-def migrate() -> None:
+def migrate(as_json: AsJson = False) -> None:
     """Bring the database's schema up to date."""
-    from gateway.store import Database
+    from alembic.migration import MigrationContext
 
-    settings = _settings()
-    Database(settings.url()).migrate()
-    out.print(f"The schema of {settings.url().split('@')[-1]} is up to date.", highlight=False)
-
-
-@policy_app.command("list")
-def list_policies(url: Url = URL, as_json: AsJson = False) -> None:
-    """All policies."""
-    answer = ask(url, "/v1/policies")
-    if as_json:
-        show_json(answer)
-        return
-    table = Table("policy", "serves", "trains from", "loaded", "state", "base model")
-    for policy in answer["data"]:
-        table.add_row(
-            policy["name"],
-            f"@{policy['alias']}",
-            f"@{policy['head']}",
-            " ".join(f"@{number}" for number in policy["loaded"]),
-            policy["state"],
-            policy["base_model"],
-        )
-    out.print(table)
-
-
-@policy_app.command("show")
-def show_policy(name: PolicyName, url: Url = URL, as_json: AsJson = False) -> None:
-    """A policy's versions, with the results of their probes."""
-    policy = ask(url, f"/v1/policies/{name}")
-    versions = ask(url, f"/v1/policies/{name}/versions")["data"]
-    if as_json:
-        show_json({**policy, "versions": versions})
-        return
-    out.print(
-        f"{name} serves @{policy['alias']}, trains from @{policy['head']}, "
-        f"base model {policy['base_model']}",
-        highlight=False,
+    with opened() as (chosen, database), database.read() as connection:
+        revision = MigrationContext.configure(connection).get_current_revision()
+    where = shown_url(chosen.url())
+    show(
+        {"object": "schema", "database": where, "revision": revision},
+        as_json,
+        f"The schema of {escape(where)} is up to date ({revision}).",
     )
-    if policy["state"] == "paused":
-        out.print(f"It is paused: {policy['state_reason']}", highlight=False)
-    if policy["canary"] is not None:
-        trial = policy["canary"]
-        out.print(
-            f"@{trial['version']} is on trial with {trial['share']:.0%} of the new trajectories.",
-            highlight=False,
-        )
-    if policy["learning_rate_factor"] != 1:
-        out.print(f"Its learning rate is {policy['learning_rate_factor']:g} times the settings'.")
-    table = Table("version", "parent", "state", "step", "probe")
-    for version in versions:
-        table.add_row(
-            f"@{version['number']}",
-            f"@{version['parent']}" if version["parent"] is not None else "",
-            version["state"],
-            str(version["step_id"] or ""),
-            _probe(version["probe_result"]),
-        )
-    out.print(table)
-
-
-def _probe(result: dict[str, Any] | None) -> str:
-    if not result:
-        return ""
-    if "error" in result:
-        return str(result["error"])
-    numbers: dict[str, float] = next(iter(result["replicas"].values()), {})
-    if "mean_difference" not in numbers:
-        return ""
-    text = f"{numbers['mean_difference']:.1e} nats from the trainer's"
-    if "mean_difference_to_previous" in numbers:
-        text += f", {numbers['mean_difference_to_previous']:.1e} from the version before"
-    return text
-
-
-@policy_app.command("rollback")
-def roll_back(name: PolicyName, version: int, url: Url = URL, as_json: AsJson = False) -> None:
-    """Serve an earlier version now, and let training go on from it."""
-    what = f"Loading and proving @{version} on every replica"
-    policy = ask(url, f"/v1/policies/{name}/rollback", {"version": version}, what=what)
-    if as_json:
-        show_json(policy)
-        return
-    out.print(f"{name} serves @{policy['alias']} now and trains from it.", highlight=False)
-
-
-register(policy_app)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """`strop trajectory`, `strop group` and `strop reward`: the log, as people read it."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
@@ -15,9 +17,8 @@ from gateway.commands.shared import (
     ask,
     failed,
     number,
-    out,
     policy_names,
-    show_json,
+    show,
     when,
 )
 
@@ -58,38 +59,36 @@ def show_trajectory(
 ) -> None:
     """An episode: what was said, what it was worth, and what became of it."""
     found = ask(url, f"/v1/trajectories/{quote(trajectory, safe='')}?tokens={str(tokens).lower()}")
-    if as_json:
-        show_json(found)
-        return
-    out.print(
+    title = (
         f"[bold]{escape(found['id'])}[/] of {found['policy']}, group {escape(found['group_id'])}, "
-        f"{found['split']}, {when(found['created_at'])}",
-        highlight=False,
+        f"{found['split']}, {when(found['created_at'])}"
     )
-    out.print(fate(found), highlight=False)
+    turns = _turns(found["completions"])
+    show(found, as_json, title, fate(found), *turns, *_rewards(found["rewards"]))
+
+
+def _turns(completions: list[dict[str, Any]]) -> Iterator[RenderableType]:
     shown = 0
-    for turn in found["completions"]:
+    for place, turn in enumerate(completions, 1):
         for message in turn["messages"][shown:]:
-            _say(message)
+            yield _said(message)
         strop = turn["strop"]
         for choice in (turn.get("choices") or [])[:8]:
             title = f"{strop['policy']}@{strop['version']}  {turn['id']}"
-            out.print(Panel(escape(text_of(choice["message"])), title=title, border_style="green"))
-        shown = len(turn["messages"]) + 1
-        if turn is not found["completions"][-1]:
-            # What the next turn repeats is not shown again; a thread of its own is.
-            following = found["completions"][found["completions"].index(turn) + 1]
-            if following["strop"]["parent_id"] != turn["id"]:
-                shown = 0
+            yield Panel(escape(text_of(choice["message"])), title=title, border_style="green")
         if strop["reason"]:
-            out.print(f"  not trained on: {strop['reason']}", style="yellow", highlight=False)
-    _rewards(found["rewards"])
+            yield f"[yellow]  not trained on: {strop['reason']}[/]"
+        # What the next turn repeats is not shown again; a thread of its own is.
+        following = completions[place : place + 1]
+        repeats = following and following[0]["strop"]["parent_id"] == turn["id"]
+        shown = len(turn["messages"]) + 1 if repeats else 0
 
 
-def _say(message: Any) -> None:
+def _said(message: Any) -> Panel:
     role = str(message.get("role", "?")) if isinstance(message, dict) else "?"
-    style = _ROLES.get(role, "green")
-    out.print(Panel(escape(text_of(message)), title=role, border_style=style))
+    return Panel(
+        escape(text_of(message)), title=escape(role), border_style=_ROLES.get(role, "green")
+    )
 
 
 def fate(found: dict[str, Any]) -> str:
@@ -103,9 +102,9 @@ def fate(found: dict[str, Any]) -> str:
     return "It waits." if found["rewards"] else "It waits for a reward."
 
 
-def _rewards(rewards: list[dict[str, Any]]) -> None:
+def _rewards(rewards: list[dict[str, Any]]) -> list[Table]:
     if not rewards:
-        return
+        return []
     table = Table("reward", "name", "for", "source", "when", "comment")
     for reward in rewards:
         table.add_row(
@@ -116,7 +115,7 @@ def _rewards(rewards: list[dict[str, Any]]) -> None:
             when(reward["created_at"]),
             escape(reward["comment"] or ""),
         )
-    out.print(table)
+    return [table]
 
 
 @group_app.command("list")
@@ -129,9 +128,6 @@ def list_groups(
     """Groups, the most recently active first: what waits, and why something was left out."""
     of = f"&policy={quote(policy, safe='')}" if policy else ""
     answer = ask(url, f"/v1/groups?limit={limit}{of}")
-    if as_json:
-        show_json(answer)
-        return
     table = Table("group", "policy", "state", "members", "rewarded", "used", "left out", "active")
     for group in answer["data"]:
         reasons = ", ".join(f"{why} × {count}" for why, count in group["reasons"].items())
@@ -143,7 +139,7 @@ def list_groups(
             reasons,
             when(group["updated_at"]),
         )
-    out.print(table)
+    show(answer, as_json, table)
 
 
 @group_app.command("show")
@@ -153,11 +149,8 @@ def show_group(
     """The members of a group side by side, those that were worth most first."""
     of = f"?policy={quote(policy, safe='')}" if policy else ""
     found = ask(url, f"/v1/groups/{quote(group, safe='')}{of}")
-    if as_json:
-        show_json(found)
-        return
     closed = ", closed" if found["closed_at"] else ""
-    out.print(f"[bold]{escape(found['id'])}[/] of {found['policy']}{closed}", highlight=False)
+    title = f"[bold]{escape(found['id'])}[/] of {found['policy']}{closed}"
     table = Table("trajectory", "version", "reward", "advantage", "state", "answer")
     for member in found["members"]:
         state = member["reason"] or (f"step {member['step_id']}" if member["step_id"] else "")
@@ -169,19 +162,15 @@ def show_group(
             f"{member['state']} {state}".strip(),
             escape(text_of(member["answer"] or {})[:400]),
         )
-    out.print(table)
-    if found["more"]:
-        out.print(f"and {found['more']} more")
+    more = [f"and {found['more']} more"] if found["more"] else []
+    show(found, as_json, title, table, *more)
 
 
 @group_app.command("close")
 def close_group(group: str, url: Url = URL, as_json: AsJson = False) -> None:
     """Nothing more will come: train on what has a reward."""
     answer = ask(url, f"/v1/groups/{quote(group, safe='')}/close", {})
-    if as_json:
-        show_json(answer)
-        return
-    out.print(f"{escape(group)} is closed.", highlight=False)
+    show(answer, as_json, f"{escape(group)} is closed.")
 
 
 def reward(
@@ -205,11 +194,6 @@ def reward(
         **({"choice": choice} if choice is not None else {}),
     }
     answer = ask(url, "/v1/rewards", body)
-    if as_json:
-        show_json(answer)
-        return
     kept = "" if "id" in answer else " (the database is away; it is checked when that is back)"
-    out.print(
-        f"{answer.get('id', 'kept')}: {answer['reward']:g} for {escape(target)}{kept}",
-        highlight=False,
-    )
+    said = f"{answer.get('id', 'kept')}: {answer['reward']:g} for {escape(target)}{kept}"
+    show(answer, as_json, said)

@@ -2,14 +2,21 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from pydantic import ValidationError
+from rich.console import Console, RenderableType
+from rich.markup import escape
+from rich.progress import Progress
+from sqlalchemy import make_url
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.client import ApiFailed, call
+from gateway.settings import Settings
+from gateway.store import Database
 
 out = Console()
 err = Console(stderr=True)
@@ -51,10 +58,63 @@ def busy(what: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def progress(what: str, total: float | None) -> Iterator[Callable[[float], None]]:
+    """A bar on the standard error, if that is a terminal; it is called with what was done since."""
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+def settings() -> Settings:
+    """What is set; what cannot be read ends the command with the names of what is wrong."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        for item in error.errors():
+            name = ".".join(str(part) for part in item["loc"])
+            what = f"The setting {name} is wrong:" if name else "The settings are wrong:"
+            err.print(f"[red]{what}[/] {escape(item['msg'])}", highlight=False)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def opened() -> Iterator[tuple[Settings, Database]]:
+    """What is set, and the database that it names, its schema up to date."""
+    found = settings()
+    database = Database(found.url())
+    try:
+        try:
+            with busy("Opening the database"):
+                database.migrate()
+        except SQLAlchemyError as error:
+            raise failed(
+                f"the database {shown_url(found.url())} cannot be used: "
+                f"{str(getattr(error, 'orig', error)).strip()}. `strop doctor` says what to do."
+            ) from None
+        yield found, database
+    finally:
+        database.dispose()
+
+
+def shown_url(url: str) -> str:
+    """The address of a database, without its password."""
+    return make_url(url).render_as_string(hide_password=True)
+
+
 def failed(message: str) -> typer.Exit:
     """Say what is wrong; raise what this returns."""
-    err.print(f"[red]Error:[/] {message}", highlight=False)
+    err.print(f"[red]Error:[/] {escape(message)}", highlight=False)
     return typer.Exit(1)
+
+
+def show(answer: Any, as_json: bool, *shown: RenderableType) -> None:
+    """Print an answer: as JSON, if that is asked for, or as people read it."""
+    if as_json:
+        show_json(answer)
+        return
+    for part in shown:
+        out.print(part, highlight=False)
 
 
 def show_json(answer: Any) -> None:

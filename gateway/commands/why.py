@@ -6,7 +6,7 @@ from urllib.parse import quote
 import typer
 from rich.markup import escape
 
-from gateway.commands.shared import URL, AsJson, Url, ask, out, show_json
+from gateway.commands.shared import URL, AsJson, Url, ask, show
 
 _COLOURS = {"used": "green", "waiting": "yellow"}
 
@@ -18,16 +18,13 @@ def why(
 ) -> None:
     """Why a completion, trajectory or group was trained on, or was not, or not yet."""
     answer = ask(url, f"/v1/why/{quote(id, safe='')}")
-    if as_json:
-        show_json(answer)
-        return
+    shown = []
     for found in answer["data"]:
         colour = _COLOURS.get(found["state"], "red")
         state = found["state"].replace("_", " ")
-        out.print(
+        shown.append(
             f"{found['kind']} {escape(found['id'])} of {escape(found['policy'])}: "
-            f"[{colour}]{state}[/]",
-            highlight=False,
+            f"[{colour}]{state}[/]"
         )
-        for sentence in found["sentences"]:
-            out.print(f"  {escape(sentence)}", highlight=False)
+        shown += [f"  {escape(sentence)}" for sentence in found["sentences"]]
+    show(answer, as_json, *shown)

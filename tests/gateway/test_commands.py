@@ -1,7 +1,11 @@
 """The commands that show the log, against a running gateway."""
 
+import asyncio
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -149,7 +153,14 @@ COMMANDS = [
     for words in (
         ("status",),
         ("doctor",),
+        ("why",),
         ("reward",),
+        ("export",),
+        ("import",),
+        ("migrate",),
+        ("langfuse", "status"),
+        ("langfuse", "retry"),
+        ("langfuse", "backfill"),
         ("trajectory", "show"),
         ("group", "list"),
         ("group", "show"),
@@ -200,21 +211,81 @@ def test_keys_in_json(tmp_path):
     assert json.loads(revoked)["revoked"] is True
 
 
-async def test_the_shell_completes_names_of_policies(strop: Running):
-    import asyncio
-    import os
-    import subprocess
-    import sys
+def test_the_log_goes_out_and_in_and_says_so_in_json(tmp_path):
+    env = {"STROP_DATA_DIR": str(tmp_path)}
 
-    env = {
-        **os.environ,
-        "STROP_URL": strop.url,
-        "_STROP_COMPLETE": "complete_bash",
-        "COMP_WORDS": "strop policy show a",
-        "COMP_CWORD": "3",
-    }
+    def told(*words: str):
+        result = CliRunner().invoke(app, [*words, "--json"], env=env)
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    schema = told("migrate")
+    assert schema["database"].endswith("strop.db")
+    assert re.fullmatch(r"\d{4}", schema["revision"])
+    chats = tmp_path / "chats.jsonl"
+    chat = {"messages": [*ASK, {"role": "assistant", "content": "that"}], "reward": 1}
+    chats.write_text(json.dumps(chat) + "\nno chat\n")
+    read = told("import", str(chats), "--skip-invalid")
+    assert (read["imported"], read["known"], read["skipped"]) == (1, 0, 1)
+    assert "Line 2" in read["problems"][0]
+    assert told("import", str(chats), "--skip-invalid")["known"] == 1
+    for name, format in (("log.jsonl", "jsonl"), ("log.parquet", "parquet")):
+        written = told("export", str(tmp_path / name))
+        assert (written["format"], written["lines"]) == (format, 1)
+        assert (tmp_path / name).stat().st_size
+    result = CliRunner().invoke(app, ["export", "-", "--json"], env=env)
+    assert result.exit_code == 1
+    assert "Name a file for --json" in " ".join(result.output.split())
+
+
+def test_a_database_that_is_away_is_said_in_words_and_without_its_password():
+    env = {"STROP_DATABASE_URL": "postgresql://me:secret@127.0.0.1:9/strop", "COLUMNS": "300"}
+    for words in (("migrate",), ("keys", "list"), ("export", "x.jsonl"), ("langfuse", "status")):
+        result = CliRunner().invoke(app, [*words], env=env)
+        assert result.exit_code == 1, words
+        assert "strop doctor" in result.output
+        assert "secret" not in result.output
+        assert "Traceback" not in result.output
+
+
+def completed(shell: str, words: list[str], url: str) -> list[str]:
+    """What a shell's script is given for the last of the words."""
+    env = {**os.environ, "STROP_URL": url, "_STROP_COMPLETE": f"complete_{shell}"}
+    if shell == "bash":
+        env |= {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+    else:
+        env |= {"_TYPER_COMPLETE_ARGS": " ".join(words), "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     code = "from gateway.cli import app; app(prog_name='strop')"
-    done = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", code], env=env, capture_output=True, text=True
-    )
-    assert done.stdout.split() == ["agent"]
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if shell == "zsh":
+        return re.findall(r'"([^":]+)"(?::|\s|\)|$)', done.stdout)
+    return [line.split("\t")[0] for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+async def test_the_shell_completes_commands_options_and_names_of_policies(
+    strop: Running, shell: str
+):
+    for words, found in (
+        (["strop", "po"], "policy"),
+        (["strop", "policy", "roll"], "rollback"),
+        (["strop", "group", "list", "--pol"], "--policy"),
+        (["strop", "policy", "show", "a"], "agent"),
+        (["strop", "group", "list", "--policy", "a"], "agent"),
+        (["strop", "export", "x", "--format", "par"], "parquet"),
+    ):
+        assert found in await asyncio.to_thread(completed, shell, words, strop.url), words
+    # Nobody answers: nothing is completed, and nothing is printed into the user's line.
+    words = ["strop", "policy", "show", "a"]
+    away = await asyncio.to_thread(completed, shell, words, "http://127.0.0.1:9")
+    assert "agent" not in away
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_of_a_shell_can_be_installed(shell: str, tmp_path):
+    env = {**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    code = "from gateway.cli import app; app(prog_name='strop')"
+    command = [sys.executable, "-c", code, "--show-completion", shell]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert f"_STROP_COMPLETE=complete_{shell}" in done.stdout

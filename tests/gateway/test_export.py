@@ -10,7 +10,7 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from gateway.export_cli import data_app
+from gateway.commands.export import data_app
 from gateway.store import Database, export, queries, rewards
 from gateway.store.writer import Writer
 from tests.gateway.conftest import Running

@@ -422,7 +422,7 @@ def test_the_command_takes_a_step_again(
     train(log, make_worker(log), base_model, 1)
     called = []
     monkeypatch.setattr(
-        "gateway.life_cli.subprocess.call", lambda command: called.append(command) or 0
+        "gateway.commands.step.subprocess.call", lambda command: called.append(command) or 0
     )
     assert CliRunner().invoke(app, ["step", "replay", "1", "--out", "x"]).exit_code == 0
     (command,) = called

@@ -1,152 +1,25 @@
-"""`strop export` and `strop import`: the log as files, and other logs into it.
-
-Both work on the database itself; the gateway may run meanwhile or not.
-"""
+"""Chats from elsewhere, a line of JSON each, as completions of the log."""
 
 import asyncio
-import os
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import islice
 from math import isfinite
-from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Any
 
 import orjson
-import typer
-from pydantic import ValidationError
-from rich.console import Console
-from rich.progress import Progress
 from sqlalchemy import Connection, select
 
-from gateway.settings import Settings
-from gateway.store import Database, codec, export, rewards
-from gateway.store.models import DEFAULT_PROJECT, Completion
+from gateway.store import Database, codec, rewards
+from gateway.store.models import Completion
 from gateway.store.records import CapturedChoice, CapturedCompletion, Json, TrajectoryRef
 from gateway.store.writer import Writer
-
-data_app = typer.Typer()
-err = Console(stderr=True)
 
 _LINES = 200
 """Lines that are imported at once."""
 
 _END_OF_TIME = 2**48 / 1000
 """Unix seconds that ids have room for."""
-
-
-class Format(StrEnum):
-    """Formats of an export."""
-
-    jsonl = "jsonl"
-    openai = "openai"
-    parquet = "parquet"
-
-
-class Split(StrEnum):
-    """Splits of trajectories."""
-
-    train = "train"
-    eval = "eval"
-
-
-Project = Annotated[str, typer.Option(help="The project whose log it is.")]
-
-
-@data_app.command("export")
-def export_log(
-    file: Annotated[str, typer.Argument(help="Where to; - is the standard output.")],
-    format: Annotated[
-        Format | None,
-        typer.Option(
-            help="jsonl: chats with rewards. openai: OpenAI's fine-tuning format. parquet: every "
-            "answer with its exact tokens. By the file's ending, if not given."
-        ),
-    ] = None,
-    policy: Annotated[str | None, typer.Option(help="Of this policy alone.")] = None,
-    split: Annotated[Split | None, typer.Option(help="Of this split alone.")] = None,
-    min_reward: Annotated[
-        float | None, typer.Option(help="Leave out what is worth less, or is not rewarded.")
-    ] = None,
-    project: Project = DEFAULT_PROJECT,
-) -> None:
-    """Write the log to a file, without holding it in memory."""
-    kind = format or (Format.parquet if file.endswith(".parquet") else Format.jsonl)
-    selection = export.Selection(project, policy, split, min_reward)
-    if kind is Format.parquet and file == "-":
-        raise _failed("Parquet is not written to the standard output. Name a file.")
-    with _database() as database, _progress(export.count(database, selection)) as advance:
-        if file == "-":
-            _write_lines(database, selection, kind, sys.stdout.buffer, advance)
-            return
-        # What is under the name that was asked for is whole.
-        partial = Path(f"{file}.partial")
-        try:
-            if kind is Format.parquet:
-                export.write_parquet(database, selection, partial, advance)
-            else:
-                with partial.open("wb") as output:
-                    _write_lines(database, selection, kind, output, advance)
-            os.replace(partial, file)
-        except (OSError, export.MissingPyarrow) as error:
-            raise _failed(str(error)) from None
-        finally:
-            partial.unlink(missing_ok=True)
-
-
-def _write_lines(
-    database: Database,
-    selection: export.Selection,
-    kind: Format,
-    output: BinaryIO,
-    advance: Callable[[int], None],
-) -> None:
-    for piece in export.lines(database, selection, kind):
-        output.write(piece)
-        advance(export.BATCH)
-
-
-@data_app.command("import")
-def import_log(
-    file: Annotated[str, typer.Argument(help="JSON lines; - is the standard input.")],
-    policy: Annotated[
-        str, typer.Option(help="The policy to log lines under that name no `model`.")
-    ] = "imported",
-    skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="Go on after a line that cannot be read.")
-    ] = False,
-    project: Project = DEFAULT_PROJECT,
-) -> None:
-    """Log chats from elsewhere: `{"messages": [..., the answer]}`, one a line.
-
-    `tools`, `model`, `created`, `metadata` and `reward` are kept. Without tokens they are not
-    trained on. A file may be imported again: what is there already is passed over.
-    """
-    try:
-        lines = sys.stdin.buffer if file == "-" else Path(file).open("rb")  # noqa: SIM115
-        made_at = time.time() if file == "-" else Path(file).stat().st_mtime
-    except OSError as error:
-        raise _failed(str(error)) from None
-    with lines, _database() as database, _progress(None) as advance:
-        work = _Import(database, project, policy, made_at, skip_invalid)
-        try:
-            asyncio.run(work.run(lines, advance))
-        except InvalidLine as error:
-            raise _failed(
-                f"{error} {work.stored} chats were imported. Repair the line and import the file "
-                "again, or pass over such lines with --skip-invalid."
-            ) from None
-    for problem in work.skipped[:10]:
-        err.print(f"[yellow]Passed over:[/] {problem}", highlight=False)
-    err.print(
-        f"{work.stored} chats were imported, {work.known} were there already, "
-        f"{len(work.skipped)} lines were passed over.",
-        highlight=False,
-    )
 
 
 class InvalidLine(ValueError):
@@ -162,7 +35,7 @@ class _Chat:
 
 
 @dataclass(slots=True)
-class _Import:
+class ChatImport:
     """One import, and how far it has come."""
 
     database: Database
@@ -173,10 +46,14 @@ class _Import:
     skip_invalid: bool
     stored: int = 0
     known: int = 0
+    bytes_read: int = 0
     skipped: list[str] = field(default_factory=list)
 
     async def run(self, lines: Iterable[bytes], advance: Callable[[int], None]) -> None:
         """Store all lines.
+
+        Args:
+            advance: called with the bytes that were stored, or passed over, since the last call.
 
         Raises:
             InvalidLine: and lines that cannot be read are not to be skipped.
@@ -185,14 +62,17 @@ class _Import:
         writer.start()
         try:
             chats = self._chats(lines)
+            told = 0
             while batch := list(islice(chats, _LINES)):
                 await self._store(writer, batch)
-                advance(len(batch))
+                advance(self.bytes_read - told)
+                told = self.bytes_read
         finally:
             await writer.close()
 
     def _chats(self, lines: Iterable[bytes]) -> Iterator[_Chat]:
         for number, line in enumerate(lines, 1):
+            self.bytes_read += len(line)
             if not line.strip():
                 continue
             try:
@@ -291,29 +171,3 @@ def _messages(messages: Any) -> tuple[list[Json], Json]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-@contextmanager
-def _database() -> Iterator[Database]:
-    try:
-        database = Database(Settings().url())
-    except ValidationError as error:
-        raise _failed(f"The settings are wrong: {error.errors()[0]['msg']}.") from None
-    try:
-        database.migrate()
-        yield database
-    finally:
-        database.dispose()
-
-
-@contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on the standard error, if that is a terminal."""
-    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda count: progress.advance(task, count)
-
-
-def _failed(message: str) -> typer.Exit:
-    err.print(f"[red]Error:[/] {message}", highlight=False)
-    return typer.Exit(1)

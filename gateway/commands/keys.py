@@ -1,24 +1,17 @@
 """`strop keys …`: made on the machine of the database, for there is no key to ask with yet."""
 
-import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
-from gateway.commands.shared import AsJson, err, out, show_json
-from gateway.settings import Settings
-from gateway.store import Database, keys
+from gateway.commands.shared import AsJson, err, opened, show, show_json, when
+from gateway.store import keys
 from gateway.store.models import DEFAULT_PROJECT
 
 keys_app = typer.Typer(help="Who may ask, and for what.")
-
-
-def _database() -> Database:
-    database = Database(Settings().url())
-    database.migrate()
-    return database
 
 
 def _shown(key: keys.Key) -> dict[str, Any]:
@@ -37,7 +30,7 @@ def create_key(
     """Make a key. It is shown this once; only its digest is kept."""
     scopes = [part.strip() for part in scope.split(",") if part.strip()]
     try:
-        with _database().write() as connection:
+        with opened() as (_, database), database.write() as connection:
             key, secret = keys.create(connection, project, name, scopes)
     except ValueError as error:
         err.print(f"[red]Error:[/] {error}", highlight=False)
@@ -45,35 +38,32 @@ def create_key(
     if as_json:
         show_json({**_shown(key), "key": secret})
         return
-    err.print(f"{key.id} for the project {project}: {', '.join(sorted(key.scopes))}")
+    err.print(f"{key.id} for the project {escape(project)}: {', '.join(sorted(key.scopes))}")
+    # Alone on the standard output, so that a script can take it.
     typer.echo(secret)
 
 
 @keys_app.command("list")
 def list_keys(as_json: AsJson = False) -> None:
     """All keys, without their secrets."""
-    with _database().read() as connection:
+    with opened() as (_, database), database.read() as connection:
         found = keys.listing(connection)
-    if as_json:
-        show_json({"object": "list", "data": [_shown(key) for key in found]})
-        return
     table = Table("key", "project", "name", "scopes", "made", "state")
     for key in found:
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_at))
         state = "revoked" if key.revoked_at else "valid"
-        table.add_row(key.id, key.project, key.name, ", ".join(sorted(key.scopes)), made, state)
-    out.print(table)
+        scopes = ", ".join(sorted(key.scopes))
+        table.add_row(
+            key.id, escape(key.project), escape(key.name), scopes, when(key.created_at), state
+        )
+    show({"object": "list", "data": [_shown(key) for key in found]}, as_json, table)
 
 
 @keys_app.command("revoke")
 def revoke_key(key_id: str, as_json: AsJson = False) -> None:
     """Make a key worthless, within a few seconds."""
-    with _database().write() as connection:
+    with opened() as (_, database), database.write() as connection:
         revoked = keys.revoke(connection, key_id)
     if not revoked:
-        err.print(f"[red]Error:[/] no valid key {key_id}; `strop keys list` lists them.")
+        err.print(f"[red]Error:[/] no valid key {escape(key_id)}; `strop keys list` lists them.")
         raise typer.Exit(1)
-    if as_json:
-        show_json({"object": "key", "id": key_id, "revoked": True})
-        return
-    out.print(f"{key_id} is revoked.")
+    show({"object": "key", "id": key_id, "revoked": True}, as_json, f"{key_id} is revoked.")

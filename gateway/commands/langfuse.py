@@ -6,17 +6,16 @@ from datetime import datetime
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gateway.commands.shared import AsJson, busy, err, opened, out, show, show_json
 from gateway.settings import Settings
 from gateway.store import Database, outbox
 from gateway.store.models import DEFAULT_PROJECT
 
 langfuse_app = typer.Typer(help="Traces and scores to Langfuse.")
-out = Console()
-err = Console(stderr=True)
 
 _ROUND = 200
 """Trajectories that are noted in one transaction: requests wait for it."""
@@ -24,41 +23,28 @@ _ROUND = 200
 Project = Annotated[str, typer.Option(help="The project of strop.")]
 
 
-def _open() -> tuple[Settings, Database]:
-    settings = Settings()
-    database = Database(settings.url())
-    database.migrate()
-    return settings, database
-
-
 @langfuse_app.command("status")
-def status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
-) -> None:
+def status(as_json: AsJson = False) -> None:
     """What is still to be sent, and what Langfuse refused."""
-    settings, database = _open()
-    with database.read() as connection:
+    with opened() as (settings, database), database.read() as connection:
         found = outbox.lag(connection, time.time())
-    if as_json:
-        names = ("project", "waiting", "refused", "oldest_seconds")
-        out.print_json(data=[{name: getattr(lag, name) for name in names} for lag in found])
-        return
     table = Table("project", "Langfuse", "waiting", "oldest", "refused")
     for lag in found:
         project = settings.langfuse.projects.get(lag.project)
         where = project.base_url if project else "not configured"
         oldest = f"{lag.oldest_seconds:.0f} s" if lag.waiting else ""
         table.add_row(lag.project, where, str(lag.waiting), oldest, str(lag.refused))
-    out.print(table)
+    names = ("project", "waiting", "refused", "oldest_seconds")
+    show([{name: getattr(lag, name) for name in names} for lag in found], as_json, table)
 
 
 @langfuse_app.command("retry")
-def retry(project: Project = DEFAULT_PROJECT) -> None:
+def retry(project: Project = DEFAULT_PROJECT, as_json: AsJson = False) -> None:
     """Let what Langfuse refused be sent again."""
-    _, database = _open()
-    with database.write() as connection:
+    with opened() as (_, database), database.write() as connection:
         count = outbox.retry_refused(connection, project)
-    out.print(f"{count} refused entries are sent again.")
+    answer = {"object": "langfuse.retry", "project": project, "again": count}
+    show(answer, as_json, f"{count} refused entries are sent again.")
 
 
 @langfuse_app.command("backfill")
@@ -71,23 +57,36 @@ def backfill(
     wait: Annotated[
         bool, typer.Option("--wait/--no-wait", help="Wait until all of it is sent.")
     ] = True,
+    as_json: AsJson = False,
 ) -> None:
     """Send what was logged before Langfuse was configured, or what it has lost.
 
     What is there already is replaced by itself. Where no gateway runs, this command sends.
     """
-    settings, database = _open()
-    if project not in settings.langfuse.projects:
+    with opened() as (settings, database):
+        if project not in settings.langfuse.projects:
+            err.print(
+                f"[red]Error:[/] the project {escape(project)} has no Langfuse. Set "
+                "LANGFUSE_PUBLIC_KEY, LANGFUSE_SECRET_KEY and LANGFUSE_BASE_URL, or "
+                "langfuse.projects in strop.toml.",
+                highlight=False,
+            )
+            raise typer.Exit(2)
+        count = _note(database, project, since, until)
+        if not as_json:
+            text = f"{count} completions and rewards of {escape(project)} are to be sent."
+            out.print(text, highlight=False)
+        refused = _watch(settings, database, project) if wait else None
+    if as_json:
+        found = {"project": project, "noted": count, "refused": refused}
+        show_json({"object": "langfuse.backfill", **found})
+    if refused:
         err.print(
-            f"[red]Error:[/] the project {project} has no Langfuse. Set LANGFUSE_PUBLIC_KEY, "
-            "LANGFUSE_SECRET_KEY and LANGFUSE_BASE_URL, or langfuse.projects in strop.toml.",
+            f"[red]Langfuse refused {refused}.[/] The log says why; "
+            "`strop langfuse retry` sends them again.",
             highlight=False,
         )
-        raise typer.Exit(2)
-    count = _note(database, project, since, until)
-    out.print(f"{count} completions and rewards of {project} are to be sent.", highlight=False)
-    if wait:
-        _watch(settings, database, project)
+        raise typer.Exit(1)
 
 
 def _note(database: Database, project: str, since: datetime | None, until: datetime | None) -> int:
@@ -95,7 +94,7 @@ def _note(database: Database, project: str, since: datetime | None, until: datet
     now = time.time()
     with database.write() as connection:
         outbox.trace_project(connection, project)
-    with out.status("Looking through the log …"):
+    with busy("Looking through the log"):
         while True:
             with database.write() as connection:
                 made, last = outbox.backfill(
@@ -113,7 +112,8 @@ def _note(database: Database, project: str, since: datetime | None, until: datet
             after = last
 
 
-def _watch(settings: Settings, database: Database, project: str) -> None:
+def _watch(settings: Settings, database: Database, project: str) -> int:
+    """Wait until all is sent; how many were refused."""
     from gateway.tracing.channel import Channel
     from gateway.tracing.writes import Writes
 
@@ -124,7 +124,7 @@ def _watch(settings: Settings, database: Database, project: str) -> None:
     thread.start()
     columns = (TextColumn("sending"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
-        with Progress(*columns, console=out) as progress:
+        with Progress(*columns, console=err, disable=not err.is_terminal) as progress:
             total = _waiting(database, project)
             task = progress.add_task("", total=total)
             while (left := _waiting(database, project)) > 0:
@@ -136,16 +136,8 @@ def _watch(settings: Settings, database: Database, project: str) -> None:
         stop.set()
         thread.join(settings.langfuse.drain_seconds + 1.0)
     with database.read() as connection:
-        refused = sum(
-            lag.refused for lag in outbox.lag(connection, time.time()) if lag.project == project
-        )
-    if refused:
-        err.print(
-            f"[red]Langfuse refused {refused}.[/] The log says why; "
-            "`strop langfuse retry` sends them again.",
-            highlight=False,
-        )
-        raise typer.Exit(1)
+        found = outbox.lag(connection, time.time())
+    return sum(lag.refused for lag in found if lag.project == project)
 
 
 def _waiting(database: Database, project: str) -> int:

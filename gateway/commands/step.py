@@ -1,0 +1,82 @@
+"""`strop step …`: the optimiser steps that were taken, and taking one again."""
+
+import subprocess
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from gateway.commands.shared import URL, AsJson, PolicyName, Url, ask, show, when
+
+step_app = typer.Typer(help="The optimiser steps that were taken, and taking one again.")
+
+
+@step_app.command("list")
+def list_steps(
+    policy: PolicyName,
+    limit: Annotated[int, typer.Option(min=1, max=1000)] = 20,
+    url: Url = URL,
+    as_json: AsJson = False,
+) -> None:
+    """The steps of a policy, the newest first."""
+    answer = ask(url, f"/v1/policies/{policy}/steps?limit={limit}")
+    table = Table("step", "from", "made", "state", "groups", "reward", "loss", "when", "error")
+    for step in answer["data"]:
+        metrics = step["metrics"] or {}
+        made = step["version"]
+        table.add_row(
+            str(step["id"]),
+            f"@{step['parent_version']}",
+            f"@{made}" if made is not None else "",
+            step["state"],
+            str(metrics.get("groups", "")),
+            _number(metrics.get("reward_mean")),
+            _number(metrics.get("loss")),
+            when(step["started_at"]),
+            escape(step["error"] or ""),
+        )
+    show(answer, as_json, table)
+
+
+@step_app.command("show")
+def show_step(step: int, url: Url = URL, as_json: AsJson = False) -> None:
+    """A step: its metrics, and every completion that it used or left out."""
+    found = ask(url, f"/v1/steps/{step}")
+    made = f", made @{found['version']}" if found["version"] is not None else ""
+    shown: list[RenderableType] = [
+        f"Step {step} of {found['policy']}, from @{found['parent_version']}{made}: "
+        f"{found['state']}, {when(found['started_at'])}"
+    ]
+    if found["error"]:
+        shown.append(f"[red]{escape(found['error'])}[/]")
+    metrics = Table("metric", "value")
+    for name, value in (found["metrics"] or {}).items():
+        metrics.add_row(name, f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
+    uses = Table("completion", "trajectory", "group", "reward", "advantage", "tokens", "left out")
+    for use in found["uses"]:
+        uses.add_row(
+            use["completion_id"],
+            escape(use["trajectory_id"]),
+            escape(use["group_id"]),
+            _number(use["reward"]),
+            _number(use["advantage"]),
+            str(use["tokens"]),
+            use["reason"] or "",
+        )
+    show(found, as_json, *shown, metrics, uses)
+
+
+@step_app.command(
+    "replay", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
+def replay(context: typer.Context) -> None:
+    """Take a step again from the log; arguments are those of `python -m trainer replay`."""
+    command = [sys.executable, "-m", "trainer", "replay", *context.args]
+    raise typer.Exit(subprocess.call(command))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
