@@ -1,21 +1,24 @@
 """What sending traces to Langfuse costs requests: strop with it and without, turn by turn.
 
-    python -m benchmarks.tracing [--rounds 5] [--seconds 5] [--quick]
+    python -m benchmarks.tracing [--rounds 12] [--seconds 2] [--case json|stream] [--quick]
 
 Two gateways stand in front of one canned upstream; load goes to one and then to the other, so that
-whatever else happens on the machine meets both. Langfuse is a receiver that takes everything and
-looks at nothing; it runs on the same cores. Behind every load the outbox is emptied, and what
-that takes is shown too: sending goes on while requests are answered and after.
+whatever else happens on the machine meets both, and each figure is the median of the rounds' own
+ratios. Langfuse is a receiver that keeps everything and looks at it when all is over; it runs on
+the same cores. Sending goes on while requests are answered and after: behind every load the outbox
+is emptied, and how long that takes is shown. In the end what the receiver has is counted.
 """
 
 import argparse
 import asyncio
+import gzip
 import os
 import sqlite3
 import statistics
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,9 +31,26 @@ from benchmarks.gateway.cases import Case
 from benchmarks.gateway.servers import Server, started, strop, upstream
 from gateway.backends.launch import free_port
 
+_KEPT: list[bytes] = []
+"""Bodies that were sent to the receiver's traces."""
+
+
+def generations() -> int:
+    """How many different completions are in what was received."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    found = set()
+    for body in _KEPT:
+        for resource in ExportTraceServiceRequest.FromString(gzip.decompress(body)).resource_spans:
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                values = {a.key: a.value.string_value for a in span.attributes}
+                if values["langfuse.observation.type"] == "generation":
+                    found.add(values["langfuse.observation.metadata.completion_id"])
+    return len(found)
+
 
 class Receiver(asyncio.Protocol):
-    """HTTP/1.1, as far as a sender of traces needs it."""
+    """HTTP/1.1, as far as a sender of traces needs it; `GET /generations` counts what it has."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -44,9 +64,13 @@ class Receiver(asyncio.Protocol):
             length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
             if len(self._buffer) < end + 4 + length:
                 return
+            if head.startswith(b"post "):
+                _KEPT.append(bytes(self._buffer[end + 4 : end + 4 + length]))
             del self._buffer[: end + 4 + length]
+            body = str(generations()).encode() if head.startswith(b"get /generations") else b"{}"
             self._transport.write(  # type: ignore[attr-defined]
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(body), body)
             )
 
 
@@ -55,10 +79,19 @@ async def receive(port: int) -> None:
     await server.serve_forever()
 
 
-def waiting(database: Path) -> int:
-    """Entries of the outbox."""
+def count(database: Path, table: str) -> int:
+    """Rows of a table."""
     with sqlite3.connect(database, timeout=60) as connection:
-        return int(connection.execute("SELECT count(*) FROM langfuse_outbox").fetchone()[0])
+        return int(connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0])
+
+
+def emptied(database: Path) -> tuple[int, float]:
+    """How many entries the outbox has, and the seconds until it has none."""
+    began = time.perf_counter()
+    left = count(database, "langfuse_outbox")
+    while count(database, "langfuse_outbox") > 0:
+        time.sleep(0.05)
+    return left, time.perf_counter() - began
 
 
 @contextmanager
@@ -84,8 +117,9 @@ def cpu(server: Server) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each load")
+    parser.add_argument("--case", choices=["json", "stream"], help="only one of them")
     parser.add_argument("--quick", action="store_true", help="a look, no figures to keep")
     parser.add_argument("--receive", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -93,9 +127,9 @@ def main() -> None:
         uvloop.run(receive(options.receive))
         return
     rounds, seconds = (1, 0.3) if options.quick else (options.rounds, options.seconds)
-    cases = (Case("json", 16), Case("stream", 16))
+    cases = [Case(each, 16) for each in ("json", "stream") if options.case in (None, each)]
     found: dict[tuple[Case, bool], list[dict[str, Any]]] = {}
-    sent: list[float] = []
+    behind: dict[Case, list[float]] = {}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         to = stack.enter_context(upstream(64, 0.0)).port
@@ -118,25 +152,35 @@ def main() -> None:
                     row = run_case(case, servers[on], seconds, number).figures()
                     row["cpu_ms"] = 1e3 * (cpu(servers[on]) - used) / row["requests"]
                     found.setdefault((case, on), []).append(row)
-                    left, began = waiting(database), time.perf_counter()
-                    while on and waiting(database) > 0:
-                        time.sleep(0.05)
-                    if on and left:
-                        sent.append(left / (time.perf_counter() - began))
+                    left, seconds_more = emptied(database) if on else (0, 0.0)
+                    if on:
+                        behind.setdefault(case, []).append(seconds_more)
                     print(
                         f"{case!s:>11} Langfuse {servers[on].name:<3} {row['per_second']:6.0f}/s "
                         f"p50 {row['p50_ms']:6.2f} p99 {row['p99_ms']:6.2f} ms  "
-                        f"CPU {row['cpu_ms']:.2f} ms  left {left}",
+                        f"CPU {row['cpu_ms']:.2f} ms  left {left}, {seconds_more:.1f} s",
                         flush=True,
                     )
+        logged = count(database, "completions")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/generations", timeout=60) as answer:
+            received = int(answer.read())
     for case in cases:
-        for figure in ("per_second", "cpu_ms"):
-            off, on_ = (
-                statistics.median(r[figure] for r in found[case, on]) for on in (False, True)
+        for figure in ("per_second", "cpu_ms", "p50_ms", "p99_ms"):
+            rows = [(on[figure], off[figure]) for on, off in zip(*both(found, case), strict=True)]
+            ratios = sorted(on / off for on, off in rows)
+            on_, off_ = (statistics.median(each) for each in zip(*rows, strict=True))
+            print(
+                f"{case!s:>11} {figure}: on {on_:.2f}, off {off_:.2f}, on ÷ off "
+                f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
             )
-            print(f"{case!s:>11} {figure}: on {on_:.2f} ÷ off {off:.2f} = {on_ / off:.3f}")
-    if sent:
-        print(f"sent afterwards: {statistics.median(sent):.0f} completions/s")
+        slow = sorted(behind[case])
+        print(f"{case!s:>11} sent {statistics.median(slow):.1f} s after, at most {slow[-1]:.1f} s")
+    print(f"in the receiver {received} ÷ logged {logged} = {received / logged}")
+
+
+def both(found: dict[Any, list[dict[str, Any]]], case: Case) -> tuple[Any, Any]:
+    """The rows with Langfuse and without, round by round."""
+    return found[case, True], found[case, False]
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
         journal_pending_days=settings.journal_pending_days,
         traced=settings.langfuse.projects,
     )
-    tracing = Tracing(settings.url(), settings.public_url(), settings.langfuse)
+    tracing = Tracing(settings.url(), settings.public_url(), settings.langfuse, worker.sends)
     writer.start()
     timeout = aiohttp.ClientTimeout(
         total=None,

@@ -1,4 +1,4 @@
-"""Several processes on one port: who is which, and which of them publishes.
+"""Several processes on one port: who is which, and which of them publishes or sends to Langfuse.
 
 Each is a whole gateway with a writer of its own. What they share is the database, and for who does
 what, locks on files in the data folder: the kernel takes a lock away from a process that ends, in
@@ -34,7 +34,7 @@ class Worker:
         """
         self.folder = folder
         self.alone = workers == 1
-        self._publishes = self.alone
+        self._chosen: set[str] = set()
         self._locks: list[int] = []
         self.place = 0
         if not self.alone:
@@ -48,13 +48,22 @@ class Worker:
 
     def publishes(self) -> bool:
         """Whether this process publishes and retires versions; once it does, until it ends."""
-        if not self._publishes:
-            lock = _try_lock(self.folder / "publisher.lock")
-            if lock is not None:
-                self._publishes = True
-                self._locks.append(lock)
-                log.info("worker %d (process %d) publishes", self.place, os.getpid())
-        return self._publishes
+        return self._is_the_one("publisher", "publishes")
+
+    def sends(self) -> bool:
+        """Whether this process has the sender to Langfuse; once it does, until it ends."""
+        return self._is_the_one("langfuse", "sends to Langfuse")
+
+    def _is_the_one(self, role: str, does: str) -> bool:
+        if self.alone or role in self._chosen:
+            return True
+        lock = _try_lock(self.folder / f"{role}.lock")
+        if lock is None:
+            return False
+        self._chosen.add(role)
+        self._locks.append(lock)
+        log.info("worker %d (process %d) %s", self.place, os.getpid(), does)
+        return True
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -102,7 +111,7 @@ class Worker:
         for lock in self._locks:
             os.close(lock)
         self._locks.clear()
-        self._publishes = False
+        self._chosen.clear()
 
     def _first_free(self) -> int:
         for place in range(_MOST):

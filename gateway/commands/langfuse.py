@@ -20,6 +20,9 @@ langfuse_app = typer.Typer(help="Traces and scores to Langfuse.")
 _ROUND = 200
 """Trajectories that are noted in one transaction: requests wait for it."""
 
+_DROPPED = 5000
+"""Entries that are dropped in one transaction."""
+
 Project = Annotated[str, typer.Option(help="The project of strop.")]
 
 
@@ -45,6 +48,31 @@ def retry(project: Project = DEFAULT_PROJECT, as_json: AsJson = False) -> None:
         count = outbox.retry_refused(connection, project)
     answer = {"object": "langfuse.retry", "project": project, "again": count}
     show(answer, as_json, f"{count} refused entries are sent again.")
+
+
+@langfuse_app.command("forget")
+def forget(
+    project: Annotated[str, typer.Option(help="The project of strop.")], as_json: AsJson = False
+) -> None:
+    """Drop what waits for a project that has no Langfuse any more."""
+    with opened() as (settings, database):
+        if project in settings.langfuse.projects:
+            err.print(
+                f"[red]Error:[/] the project {escape(project)} has a Langfuse: what waits is sent "
+                "there. Take its keys out of the settings first, and restart the gateways.",
+                highlight=False,
+            )
+            raise typer.Exit(2)
+        count = 0
+        with busy("Dropping what waits"):
+            while True:
+                with database.write() as connection:
+                    gone = outbox.forget_project(connection, project, _DROPPED)
+                count += gone
+                if gone < _DROPPED:
+                    break
+    answer = {"object": "langfuse.forget", "project": project, "dropped": count}
+    show(answer, as_json, f"{count} entries of {escape(project)} are dropped.")
 
 
 @langfuse_app.command("backfill")
@@ -93,7 +121,7 @@ def _note(database: Database, project: str, since: datetime | None, until: datet
     count, after = 0, ""
     now = time.time()
     with database.write() as connection:
-        outbox.trace_project(connection, project)
+        outbox.trace_project(connection, project, now)
     with busy("Looking through the log"):
         while True:
             with database.write() as connection:

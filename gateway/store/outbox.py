@@ -21,14 +21,19 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import postgresql, sqlite
 
+from gateway.store import leases
 from gateway.store.bulk import BulkInsert
 from gateway.store.models import Completion, Reward, Trajectory
-from gateway.store.tracing_models import LangfuseCursor, OutboxEntry
+from gateway.store.tracing_models import LangfuseCursor, Lease, OutboxEntry
 
 _ADD = {
     name: BulkInsert(dialect_insert(OutboxEntry).on_conflict_do_nothing())
     for name, dialect_insert in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
 }
+
+TRACED_SECONDS = 7 * 86_400.0
+"""How long a project counts as traced after a sender last said so: gateways may be away, and what a
+trainer does in the meantime belongs to its traces too."""
 
 COMPLETION = "completion"
 REWARD = "reward"
@@ -41,6 +46,8 @@ class Entry:
     row: int
     kind: str
     ref: str
+    at: float
+    """Unix seconds since which it waits."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,24 +71,45 @@ def add(connection: Connection, kind: str, things: Iterable[tuple[str, str]], no
 def add_where_traced(
     connection: Connection, project: str, completion_ids: Sequence[str], now: float
 ) -> None:
-    """Note completions about which something became known, if their project is traced at all."""
-    traced = exists().where(LangfuseCursor.project == project)
+    """Note completions about which something became known, if their project is traced.
+
+    It is where a sender has said so within `TRACED_SECONDS`: what is noted for a project that no
+    gateway has keys for any more would never leave.
+    """
+    traced = exists().where(Lease.name == _mark(project), Lease.expires > now)
     if completion_ids and connection.execute(select(traced)).scalar_one():
         unique = dict.fromkeys(completion_ids)
         add(connection, COMPLETION, [(project, each) for each in unique], now)
 
 
-def trace_project(connection: Connection, project: str) -> None:
-    """Note that a project has a Langfuse."""
+def trace_project(connection: Connection, project: str, now: float) -> None:
+    """Note that a project has a Langfuse now. To be repeated within `TRACED_SECONDS`."""
     dialect: Any = sqlite if connection.dialect.name == "sqlite" else postgresql
     row = {"project": project, "position": 0.0, "compared_at": 0.0}
     connection.execute(dialect.insert(LangfuseCursor).values(row).on_conflict_do_nothing())
+    # All that send for a project say the same, so it is nobody's in particular.
+    leases.take(connection, _mark(project), "any", TRACED_SECONDS, now)
+
+
+def forget_project(connection: Connection, project: str, limit: int) -> int:
+    """Drop up to `limit` of what waits for a project, and that it is traced; returns how many.
+
+    How far its scores were read stays: they are rewards still, and would be taken again.
+    """
+    connection.execute(delete(Lease).where(Lease.name == _mark(project)))
+    some = select(OutboxEntry.row).where(OutboxEntry.project == project).limit(limit)
+    gone = delete(OutboxEntry).where(OutboxEntry.row.in_(some.scalar_subquery()))
+    return connection.execute(gone).rowcount
+
+
+def _mark(project: str) -> str:
+    return f"langfuse traces/{project}"
 
 
 def pending(connection: Connection, project: str, limit: int) -> list[Entry]:
     """The oldest entries of a project that were not refused."""
     query = (
-        select(OutboxEntry.row, OutboxEntry.kind, OutboxEntry.ref)
+        select(OutboxEntry.row, OutboxEntry.kind, OutboxEntry.ref, OutboxEntry.at)
         .where(OutboxEntry.project == project, OutboxEntry.error.is_(None))
         .order_by(OutboxEntry.row)
         .limit(limit)

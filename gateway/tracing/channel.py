@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from gateway.store import leases
 from gateway.tracing.exporter import Exporter
+from gateway.tracing.pace import Pace
 from gateway.tracing.poller import Poller
 from gateway.tracing.sender import Sender
 from gateway.tracing.settings import LangfuseSettings
@@ -16,6 +17,9 @@ log = logging.getLogger("strop.langfuse")
 
 _LEASE_SECONDS = 60.0
 """Longer than a step takes, however slowly Langfuse answers."""
+
+_NOTE_SECONDS = 3600.0
+"""Between two notes in the database that the project is traced."""
 
 
 class Channel:
@@ -28,13 +32,20 @@ class Channel:
         settings: LangfuseSettings,
         public_url: str,
         stop: threading.Event,
+        pace: Pace | None = None,
     ):
+        """
+        Args:
+            pace: how fast to send until `stop` is set; None: as fast as it goes.
+        """
         self._writes = writes
         self._settings = settings
         self._stop = stop
+        self._pace = pace
         self._owner = leases.new_owner()
         self._name = f"langfuse/{project}"
         self._held_until = 0.0
+        self._note_at = 0.0
         config = settings.projects[project]
         self._exporter = Exporter(config, settings.environment, settings.timeout)
         self.sender = Sender(writes, project, self._exporter, public_url)
@@ -43,11 +54,12 @@ class Channel:
     def run(self) -> None:
         """Send until `stop` is set, then for up to `drain_seconds` more."""
         lower_priority()
-        self._forever(self.sender.start)
         while not self._stop.is_set():
             busy = self._forever(self._step)
             if not busy:
                 self._stop.wait(self._settings.send_seconds)
+            elif self._pace is not None:
+                self._pace.wait(self._stop, self.sender.oldest)
         self._drain()
         self._exporter.close()
 
@@ -76,6 +88,9 @@ class Channel:
             lambda c: leases.take(c, self._name, self._owner, _LEASE_SECONDS, time.time())
         )
         self._held_until = now + _LEASE_SECONDS / 4 if held else 0.0
+        if held and now >= self._note_at:
+            self.sender.start()
+            self._note_at = now + _NOTE_SECONDS
         return held
 
     def _drain(self) -> None:

@@ -1,8 +1,9 @@
 """Sending to Langfuse happens in a process of its own, at low priority.
 
 Encoding traces is Python's work, and in the gateway's process it would hold up requests however it
-was scheduled. The child gets its settings on its input; when that closes, because the gateway ends
-in whatever way, it sends what is left and ends too.
+was scheduled. The child gets its settings on its input, and then how busy the gateway is, by which
+it paces itself; when that input closes, because the gateway ends in whatever way, it sends what is
+left and ends too. Of several processes of one gateway one has a child.
 """
 
 import asyncio
@@ -11,15 +12,22 @@ import importlib.util
 import logging
 import sys
 import threading
+from collections.abc import Callable
 
 from pydantic import BaseModel
 
 from gateway.store import Database
+from gateway.tracing.pace import Meter, Pace
 from gateway.tracing.settings import LangfuseSettings
 
 log = logging.getLogger("strop.langfuse")
 
 _RESTART_SECONDS = 2.0
+_TELL_SECONDS = 1.0
+"""Between two words to the child of how busy the gateway is."""
+
+_ASK_SECONDS = 2.0
+"""Between two looks whether this process is the one that sends."""
 
 
 class Job(BaseModel):
@@ -33,7 +41,18 @@ class Job(BaseModel):
 class Tracing:
     """The child, kept alive from `start` to `close`; there is none where nothing is traced."""
 
-    def __init__(self, database_url: str, public_url: str, settings: LangfuseSettings):
+    def __init__(
+        self,
+        database_url: str,
+        public_url: str,
+        settings: LangfuseSettings,
+        sends: Callable[[], bool] = lambda: True,
+    ):
+        """
+        Args:
+            sends: whether this process is the one that sends; asked until it is.
+        """
+        self._sends = sends
         self._job = Job(database_url=database_url, public_url=public_url, langfuse=settings)
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
@@ -66,6 +85,10 @@ class Tracing:
                     process.kill()
 
     async def _keep(self) -> None:
+        while not self._sends():
+            if self._closing:
+                return
+            await asyncio.sleep(_ASK_SECONDS)
         while not self._closing:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "gateway.tracing", stdin=asyncio.subprocess.PIPE
@@ -79,10 +102,22 @@ class Tracing:
                 pass
             if self._closing:
                 stdin.close()
-            code = await self._process.wait()
+            code = await self._watch(self._process, stdin)
             if not self._closing:
                 log.error("the process that sends to Langfuse ended (%s); starting it again", code)
                 await asyncio.sleep(_RESTART_SECONDS)
+
+    async def _watch(self, process: asyncio.subprocess.Process, stdin: asyncio.StreamWriter) -> int:
+        """Tell the child how busy this process is, until it ends."""
+        meter = Meter()
+        end = asyncio.create_task(process.wait())
+        try:
+            while not (await asyncio.wait([end], timeout=_TELL_SECONDS))[0]:
+                if not stdin.is_closing():
+                    stdin.write(f"{meter.share():.3f}\n".encode())
+            return end.result()
+        finally:
+            end.cancel()
 
 
 def main() -> None:
@@ -97,18 +132,18 @@ def main() -> None:
     if not line:
         return
     job = Job.model_validate_json(line)
-    stop = threading.Event()
-    threading.Thread(target=_until_closed, args=(stop,), daemon=True).start()
-    run(job, stop)
+    stop, pace = threading.Event(), Pace(job.langfuse.lag_seconds)
+    threading.Thread(target=_listen, args=(stop, pace), daemon=True).start()
+    run(job, stop, pace)
 
 
-def _until_closed(stop: threading.Event) -> None:
-    while sys.stdin.readline():
-        pass
+def _listen(stop: threading.Event, pace: Pace) -> None:
+    while line := sys.stdin.readline():
+        pace.told(float(line))
     stop.set()
 
 
-def run(job: Job, stop: threading.Event) -> None:
+def run(job: Job, stop: threading.Event, pace: Pace) -> None:
     """Exchange with the Langfuse of every project until `stop` is set."""
     from gateway.tracing.channel import Channel
     from gateway.tracing.writes import Writes, relax
@@ -117,7 +152,7 @@ def run(job: Job, stop: threading.Event) -> None:
     relax(database)
     writes = Writes(database)
     channels = [
-        Channel(writes, project, job.langfuse, job.public_url, stop)
+        Channel(writes, project, job.langfuse, job.public_url, stop, pace)
         for project in job.langfuse.projects
     ]
     threads = [threading.Thread(target=channel.run) for channel in channels]

@@ -66,12 +66,14 @@ class Sender:
         """Attempts in a row that Langfuse did not take."""
         self.not_before = 0.0
         """On the monotonic clock: when Langfuse is to be asked again."""
+        self.oldest: float | None = None
+        """Unix seconds since which the oldest has waited that the last batch held."""
         self.sent = 0
         """Spans and scores that Langfuse has accepted, repeats among them."""
 
     def start(self) -> None:
-        """Note in the database that the project is traced."""
-        self._writes.run(lambda c: outbox.trace_project(c, self.project))
+        """Note in the database that the project is traced; to be repeated now and then."""
+        self._writes.run(lambda c: outbox.trace_project(c, self.project, time.time()))
 
     def step(self) -> int:
         """Send what waits, at most a batch; returns how many entries were settled."""
@@ -79,6 +81,7 @@ class Sender:
             return 0
         with self._database.read() as connection:
             entries = outbox.pending(connection, self.project, self._batch)
+        self.oldest = entries[0].at if entries else None
         if not entries:
             return 0
         try:

@@ -96,6 +96,10 @@ class LangfuseSettings(BaseModel):
     send_seconds: float = Field(default=0.5, gt=0)
     """Between two looks for something to send, when there was nothing."""
 
+    lag_seconds: float = Field(default=300.0, ge=0)
+    """While the gateway is busy, sending gets a small share of a core, until something has waited
+    for so long; then it gets what it needs."""
+
     timeout: float = Field(default=10.0, gt=0)
     """Seconds that Langfuse may take for an answer."""
 

@@ -22,9 +22,10 @@ from gateway.store.rewards import NewReward
 from gateway.store.tracing_models import JudgeCall, JudgedGroup
 from gateway.store.writer import Writer
 from tests.store.conftest import Captured
-from tests.tracing.conftest import captured as captured
-from tests.tracing.conftest import database as database
-from tests.tracing.conftest import migrated as migrated
+from tests.store.conftest import captured as captured
+from tests.store.conftest import database as database
+from tests.store.conftest import empty_url as empty_url
+from tests.store.conftest import postgres as postgres
 from tests.tracing.conftest import writer as writer
 
 WORTH = {"bad": 0, "fair": 1, "good": 2, "best": 3}

@@ -17,6 +17,36 @@ from tests.store.conftest import Captured
 from tests.tracing.conftest import PAGE, drain, keys
 
 
+def test_what_a_step_made_is_noted_only_while_somebody_sends(empty_url: str):
+    database = Database(empty_url)
+    database.migrate()
+
+    def noted(completion: str, now: float) -> bool:
+        with database.write() as connection:
+            outbox.add_where_traced(connection, "p", [completion], now)
+            return completion in [each.ref for each in outbox.pending(connection, "p", 99)]
+
+    def told(now: float) -> None:
+        with database.write() as connection:
+            outbox.trace_project(connection, "p", now)
+
+    week = outbox.TRACED_SECONDS
+    assert not noted("a", 1.0), "it was never traced"
+    told(10.0)
+    assert noted("b", 10.0)
+    told(100.0)
+    assert noted("c", week + 50.0), "its gateway may be away for long"
+    assert not noted("d", week + 100.0)
+    told(2 * week)
+    assert noted("e", 2 * week + 1.0)
+    with database.write() as connection:
+        assert outbox.forget_project(connection, "p", 2) == 2
+        assert outbox.forget_project(connection, "p", 2) == 1
+        assert outbox.forget_project(connection, "p", 2) == 0
+    assert not noted("f", 2 * week + 2.0)
+    database.dispose()
+
+
 async def test_out_and_in_again(empty_url: str, langfuse: FakeLangfuse, captured: Captured):
     database = Database(empty_url)
     database.migrate()

@@ -64,6 +64,29 @@ async def test_backfill_sends_what_was_logged_before(
         assert len(outbox.pending(connection, "default", 9)) == 1
 
 
+async def test_what_waits_for_a_langfuse_that_is_no_more_can_be_dropped(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gateway.commands.langfuse._DROPPED", 4)
+    things = [(project, f"c{n}") for n in range(10) for project in ("gone", "kept")]
+    with database.write() as connection:
+        for project in ("gone", "kept"):
+            outbox.trace_project(connection, project, 1000.0)
+        outbox.add(connection, outbox.COMPLETION, things, 1000.0)
+    config = tmp_path / "strop.toml"
+    config.write_text(
+        '[langfuse.projects.kept]\npublic_key = "p"\nsecret_key = "s"\nbase_url = "http://l"\n'
+    )
+    code, text = await strop(tmp_path, "forget", "--project", "kept", STROP_CONFIG=str(config))
+    assert (code, "has a Langfuse" in text) == (2, True), text
+    code, text = await strop(tmp_path, "forget", "--project", "gone", STROP_CONFIG=str(config))
+    assert (code, "10 entries of gone are dropped" in text) == (0, True), text
+    with database.write() as connection:
+        outbox.add_where_traced(connection, "gone", ["new"], 1001.0)
+        assert outbox.pending(connection, "gone", 99) == []
+        assert len(outbox.pending(connection, "kept", 99)) == 10
+
+
 def test_keys_come_from_the_environment_or_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -1,0 +1,94 @@
+"""How fast is sent while the gateway is busy, and when it is not."""
+
+import threading
+import time
+
+import pytest
+
+from gateway.tracing.pace import LEAST_SHARE, Meter, Pace
+
+
+class Time:
+    """A clock, and CPU time, that a test moves."""
+
+    def __init__(self) -> None:
+        self.at, self.used = 100.0, 7.0
+
+    def pace(self, lag_seconds: float = 60.0) -> Pace:
+        return Pace(lag_seconds, lambda: self.at, lambda: self.used, lambda: 1000.0 + self.at)
+
+    def work(self, seconds: float) -> None:
+        self.at += seconds
+        self.used += seconds
+
+
+def test_while_the_gateway_is_idle_nothing_is_waited_for():
+    clock = Time()
+    pace = clock.pace()
+    pace.told(0.0)
+    for _ in range(5):
+        clock.work(0.3)
+        assert pace.left(None) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(
+    ("busy", "share"), [(0.25, 0.75), (0.5, 0.5), (0.99, LEAST_SHARE), (3.7, LEAST_SHARE)]
+)
+def test_what_is_used_over_time_is_what_the_gateway_leaves(busy: float, share: float):
+    clock = Time()
+    pace = clock.pace()
+    pace.told(busy)
+    began, used = clock.at, clock.used
+    for _ in range(100):
+        clock.work(0.2)
+        clock.at += pace.left(None)
+    assert (clock.used - used) / (clock.at - began) == pytest.approx(share)
+
+
+def test_when_the_gateway_gets_idle_the_wait_is_over():
+    clock = Time()
+    pace = clock.pace()
+    pace.told(1.0)
+    clock.work(0.4)
+    assert pace.left(None) == pytest.approx(0.4 * 0.95 / LEAST_SHARE)
+    clock.at += 1.0
+    pace.told(0.0)
+    assert pace.left(None) == pytest.approx(0.33)
+
+
+def test_no_batch_is_waited_for_without_end():
+    clock = Time()
+    pace = clock.pace()
+    pace.told(1.0)
+    clock.work(3600.0)
+    assert pace.left(None) == pytest.approx(10.0)
+
+
+def test_what_has_waited_for_long_waits_no_longer():
+    clock = Time()
+    pace = clock.pace(lag_seconds=60.0)
+    pace.told(1.0)
+    clock.work(0.4)
+    now = 1000.0 + clock.at
+    assert pace.left(now - 59.0) > 0
+    assert pace.left(now - 60.0) == 0.0
+
+
+def test_a_wait_ends_when_it_is_told_to():
+    pace, stop = Pace(1e9, used=lambda: time.monotonic()), threading.Event()
+    pace.told(1.0)
+    time.sleep(0.01)
+    stop.set()
+    pace.wait(stop, None)
+    assert pace.left(None) > 0
+
+
+def test_a_meter_reads_the_share_of_a_core_that_was_used():
+    meter = Meter()
+    until = time.process_time() + 0.05
+    while time.process_time() < until:
+        pass
+    busy = meter.share()
+    assert busy > 0.0
+    time.sleep(0.2)
+    assert meter.share() < busy
