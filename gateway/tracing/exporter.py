@@ -33,6 +33,9 @@ from gateway.tracing.observations import Observation
 from gateway.tracing.settings import LangfuseProject
 
 _NAMES = langfuse.LangfuseOtelSpanAttributes
+REQUEST_BYTES = 4_000_000
+"""Most bytes of one request of spans, before they are compressed: Langfuse takes 4.5 MB."""
+
 _REFUSALS = (400, 413, 422)
 """What is wrong with the request itself; all else may pass, wrong keys and addresses too."""
 
@@ -114,12 +117,17 @@ class Exporter:
         )
 
     def send_spans(self, spans: Sequence[ReadableSpan]) -> None:
-        """Send spans in one request.
+        """Send spans in one request, or in several if they are more than Langfuse takes in one.
 
         Raises:
-            TryAgain, Refused
+            TryAgain, Refused: some of them may have been taken all the same.
         """
-        body = gzip.compress(encode_spans(spans).SerializeToString(), compresslevel=3)
+        encoded = encode_spans(spans).SerializeToString()
+        if len(encoded) > REQUEST_BYTES and len(spans) > 1:
+            self.send_spans(spans[: len(spans) // 2])
+            self.send_spans(spans[len(spans) // 2 :])
+            return
+        body = gzip.compress(encoded, compresslevel=3)
         try:
             answer = self._http.post(self._traces, content=body, headers=self._headers)
         except httpx.HTTPError as error:

@@ -31,6 +31,10 @@ _SUMMARY = 8_000
 _LONGEST_LABEL = 200
 """Characters of a tag, a session or a name: Langfuse drops longer ones."""
 
+_LONGEST_PARAMETER = 500
+_MOST_PARAMETERS = 32
+"""Characters of a parameter, and parameters: a grammar, or a bias for each token, may be long."""
+
 _PARAMETERS = (
     "max_tokens",
     "max_completion_tokens",
@@ -290,10 +294,15 @@ def _parameters(completion: StoredCompletion) -> Json:
     asked = {name: completion.request.get(name) for name in _PARAMETERS}
     shaped = {name: value for name, value in completion.sampling.items() if name != "asked"}
     return {
-        name: value if isinstance(value, str | int | float) else dump(value).decode()[:500]
-        for name, value in {**asked, **shaped}.items()
+        _label(name): value if isinstance(value, int | float) else _short(value)
+        for name, value in list({**asked, **shaped}.items())[:_MOST_PARAMETERS]
         if value is not None
     }
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else dump(value).decode()
+    return text if len(text) <= _LONGEST_PARAMETER else text[: _LONGEST_PARAMETER - 1] + "…"
 
 
 def _trace(families: Families, node: Node) -> Json:

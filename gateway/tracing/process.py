@@ -23,7 +23,7 @@ from gateway.tracing.settings import LangfuseSettings
 log = logging.getLogger("strop.langfuse")
 
 _RESTART_SECONDS = 2.0
-_TELL_SECONDS = 1.0
+_TELL_SECONDS = 0.25
 """Between two words to the child of how busy the gateway is."""
 
 _ASK_SECONDS = 2.0

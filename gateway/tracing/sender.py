@@ -10,6 +10,7 @@ from sqlalchemy import Connection
 from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.store import outbox
+from gateway.store.bulk import BulkInsert
 from gateway.store.outbox import Entry
 from gateway.store.tracing_models import LangfuseTrace
 from gateway.tracing.content import size
@@ -21,15 +22,21 @@ from gateway.tracing.writes import Writes
 log = logging.getLogger("strop.langfuse")
 
 BATCH = 200
-"""Entries that are read, and most things in one request: Langfuse refuses more than 500."""
+"""Entries that are read, and most scores in one request. Of spans there are twice as many, where
+each completion has a trajectory of its own: Langfuse refuses more than 500."""
 
 REQUEST_BYTES = 3_000_000
-"""Content of one request of spans: Langfuse takes 4.5 MB."""
+"""Content of one request of spans, about; the exporter knows what they really are."""
 
 SCORES_BYTES = 700_000
 """Of scores: its API takes 1 MB."""
 
 _LONGEST_WAIT = 60.0
+
+_NOTE = {
+    name: BulkInsert(dialect_insert(LangfuseTrace).on_conflict_do_nothing())
+    for name, dialect_insert in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}
 
 
 @dataclass(slots=True)
@@ -119,7 +126,7 @@ class Sender:
         things: list[tuple[Observation | Score, list[int], int]] = [
             (each, rows.get(each.completion_id or "", []), _bytes_of(each)) for each in made
         ]
-        return _parts(things, REQUEST_BYTES, self._batch), rows
+        return _parts(things, REQUEST_BYTES, 2 * self._batch), rows
 
     def _scores(
         self, connection: Connection, entries: Sequence[Entry]
@@ -157,9 +164,7 @@ class Sender:
         traces = self._traces_of(part.things)
 
         def settle(connection: Connection) -> None:
-            if traces:
-                insert = sqlite.insert if self._database.is_sqlite else postgresql.insert
-                connection.execute(insert(LangfuseTrace).on_conflict_do_nothing(), traces)
+            _NOTE[connection.dialect.name].run(connection, traces)
             outbox.delivered(connection, [row for row in part.rows if row not in bad])
             for error, found in wrong.items():
                 outbox.refused(connection, found, error)

@@ -26,6 +26,9 @@ class Writes:
     def __init__(self, database: Database):
         self.database = database
         self._thread = ThreadPoolExecutor(1, "strop-langfuse-writes")
+        # The thread has the priority of whoever starts it, and is started by the first call: that
+        # must not be one whose priority was lowered.
+        self._thread.submit(int).result()
 
     def run(self, operation: Callable[[Connection], T]) -> T:
         """Run `operation` in a transaction and commit it."""

@@ -1,11 +1,16 @@
 """How fast is sent while the gateway is busy, and when it is not."""
 
+import os
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gateway.store import Database
 from gateway.tracing.pace import LEAST_SHARE, Meter, Pace
+from gateway.tracing.writes import Writes, lower_priority
 
 
 class Time:
@@ -92,3 +97,20 @@ def test_a_meter_reads_the_share_of_a_core_that_was_used():
     assert busy > 0.0
     time.sleep(0.2)
     assert meter.share() < busy
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_a_transaction_is_not_put_aside_with_the_lock(database: Database):
+    def niceness(_: object = None) -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    writes = Writes(database)
+
+    def channel() -> tuple[int, int]:
+        lower_priority()
+        return niceness(), writes.run(niceness)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(channel).result() == (19, niceness())
+    writes.close()
+    assert niceness() < 19
