@@ -40,6 +40,7 @@ PROJECTS = ("default", "small")
 """The second has 2% of the groups."""
 USERS = 2_000
 """Different values of the metadata key `user`."""
+BASE_MODEL = "example/base"
 SPAN = 30 * 86_400.0
 """Seconds between the first completion and the last."""
 
@@ -222,7 +223,7 @@ def fill(
                     connection,
                     project,
                     name,
-                    base_model="/base",
+                    base_model=BASE_MODEL,
                     base_served="base",
                     lora=Lora(),
                     settings=PolicySettings(),
