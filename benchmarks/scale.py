@@ -49,6 +49,7 @@ class Chosen:
     began: float
     completion: str
     """The last one of the trajectory."""
+    metadata: dict[str, str]
     threads: list[bytes]
     """What a next turn's beginnings are looked up by, the longest first."""
     step: int
@@ -82,7 +83,7 @@ def choose(database: Database, count: int, seed: int = 0) -> list[Chosen]:
                 .limit(1)
             ).one()
             turns = connection.execute(
-                select(Completion.id, Choice.thread_key)
+                select(Completion.id, Completion.client_metadata, Choice.thread_key)
                 .join(Choice, Choice.completion_id == Completion.id)
                 .where(Completion.project == PROJECT, Completion.trajectory_id == row.id)
                 .order_by(Completion.created_at.desc())
@@ -93,6 +94,7 @@ def choose(database: Database, count: int, seed: int = 0) -> list[Chosen]:
                     row.group_id,
                     row.created_at,
                     turns[0].id,
+                    turns[0].client_metadata,
                     [rng.randbytes(16), *(turn.thread_key for turn in turns)],
                     row.step_id,
                 )
@@ -140,27 +142,48 @@ def history(database: Database) -> None:
         connection.execution_options(isolation_level="AUTOCOMMIT").execute(text("VACUUM ANALYZE"))
 
 
-def asked(database: Database, rows: list[Chosen]) -> Iterator[tuple[str, float]]:
-    """Each question with the milliseconds it took, round by round, for each of the rows."""
+Question = Callable[[], Any]
 
-    def read(ask: Callable[[Connection], Any]) -> Callable[[], Any]:
+
+def reading(database: Database, row: Chosen) -> dict[str, Question]:
+    """The questions that change nothing."""
+
+    def read(ask: Callable[[Connection], Any]) -> Question:
         def question() -> Any:
             with database.read() as connection:
                 return ask(connection)
 
         return question
 
-    def post(row: Chosen) -> Any:
+    def page(chosen: listing.Filter, after: str | None = None) -> Question:
+        return read(
+            lambda c: listing.page(c, PROJECT, chosen, after=after, limit=20, descending=True)[0]
+        )
+
+    return {
+        "listing: the newest": page(listing.Filter()),
+        "listing: a page in the middle": page(listing.Filter(), row.completion),
+        "listing: by model": page(listing.Filter(policy=POLICY), row.completion),
+        "listing: by metadata": page(listing.Filter(metadata=row.metadata)),
+        "reading a trajectory": read(lambda c: queries.trajectory(c, PROJECT, row.trajectory)),
+        "finding what a request continues": read(
+            lambda c: queries.find_tail(c, PROJECT, row.threads, None)
+        ),
+        "listing 40 groups": read(
+            lambda c: queries.groups(c, PROJECT, now=time.time(), limit=40, before=row.began)
+        ),
+    }
+
+
+def changing(
+    database: Database, row: Chosen, policy: claims.TrainablePolicy, held: list[claims.ClaimedGroup]
+) -> dict[str, Question]:
+    """Those that are committed."""
+
+    def post() -> Any:
         with database.write() as connection:
             reward = rewards.NewReward(random.random(), trajectory_id=row.trajectory)
             return rewards.post(connection, PROJECT, [reward])
-
-    policy = next(
-        each
-        for each in claims.trainable_policies(database)
-        if (each.project, each.name) == (PROJECT, POLICY)
-    )
-    held: list[claims.ClaimedGroup] = []
 
     def claim() -> list[claims.ClaimedGroup]:
         found = claims.claim_groups(
@@ -176,30 +199,20 @@ def asked(database: Database, rows: list[Chosen]) -> Iterator[tuple[str, float]]
         held.extend(found)
         return found
 
-    def page(chosen: listing.Filter, after: str | None = None) -> Callable[[], Any]:
-        return read(
-            lambda c: listing.page(c, PROJECT, chosen, after=after, limit=20, descending=True)[0]
-        )
+    return {"posting a reward": post, "claiming a group": claim}
 
+
+def asked(database: Database, rows: list[Chosen]) -> Iterator[tuple[str, float]]:
+    """Each question with the milliseconds it took, round by round, for each of the rows."""
+    policy = next(
+        each
+        for each in claims.trainable_policies(database)
+        if (each.project, each.name) == (PROJECT, POLICY)
+    )
+    held: list[claims.ClaimedGroup] = []
     try:
-        for number, row in enumerate(rows):
-            metadata = {"user": f"u{number * 37 % filling.USERS}"}
-            questions: dict[str, Callable[[], Any]] = {
-                "listing: the newest": page(listing.Filter()),
-                "listing: a page in the middle": page(listing.Filter(), row.completion),
-                "listing: by model": page(listing.Filter(policy=POLICY), row.completion),
-                "listing: by metadata": page(listing.Filter(metadata=metadata)),
-                "reading a trajectory": read(lambda c: queries.trajectory(c, PROJECT, one)),
-                "finding what a request continues": read(
-                    lambda c: queries.find_tail(c, PROJECT, keys, None)
-                ),
-                "listing 40 groups": read(
-                    lambda c: queries.groups(c, PROJECT, now=time.time(), limit=40, before=before)
-                ),
-                "posting a reward": lambda: post(row),  # noqa: B023
-                "claiming a group": claim,
-            }
-            one, keys, before = row.trajectory, row.threads, row.began
+        for row in rows:
+            questions = reading(database, row) | changing(database, row, policy, held)
             for name, question in questions.items():
                 began = time.perf_counter()
                 answer = question()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -58,11 +58,22 @@ NOTHING = Running(0.0, 0.0, 0)
 
 def read(connection: Connection, project: str, policy: str, task: str) -> Running:
     """A baseline of a policy; of the policy as a whole where `task` is empty."""
-    query = select(Baseline.mean, Baseline.variance, Baseline.count).where(
-        Baseline.project == project, Baseline.policy == policy, Baseline.task == task
-    )
-    row = connection.execute(query).one_or_none()
-    return Running(*row) if row is not None else NOTHING
+    return read_all(connection, project, policy, [task]).get(task, NOTHING)
+
+
+_OF_TASKS = select(Baseline.task, Baseline.mean, Baseline.variance, Baseline.count).where(
+    Baseline.project == bindparam("of_project"),
+    Baseline.policy == bindparam("of_policy"),
+    Baseline.task.in_(bindparam("tasks", expanding=True)),
+)
+
+
+def read_all(
+    connection: Connection, project: str, policy: str, tasks: Sequence[str]
+) -> dict[str, Running]:
+    """Those of the baselines that there are, by task."""
+    values = {"of_project": project, "of_policy": policy, "tasks": list(tasks)}
+    return {row[0]: Running(*row[1:]) for row in connection.execute(_OF_TASKS, values)}
 
 
 def learn(

@@ -8,16 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, func, or_, select, text, update
+from sqlalchemy import Connection, RowMapping, select, update
 
+from gateway.store import claim_statements as statements
 from gateway.store import policy_leases, queries, relatives, waiting
 from gateway.store.database import Database
-from gateway.store.models import Group, Policy, Trajectory, Version
+from gateway.store.models import Group, Policy, Version
 from gateway.store.records import Json, StoredTrajectory
-from gateway.store.relatives import Relatives, has_reward, stands_alone
-
-_MOST = 256
-"""Trajectories of one group that are taken at once; the rest of a larger one is taken next."""
+from gateway.store.relatives import Relatives
 
 _SPARE = 64
 """Groups that are looked at beyond those that are wanted: some turn out not to be ready."""
@@ -151,15 +149,15 @@ def claim_groups(
     rule = _Rule(group_size, now - settle_seconds, now - deadline_seconds, now, limit, at_least)
     with database.read() as connection:
         ids, revised = _candidates(connection, policy, rule)
-    if not ids:
-        return []
-    with database.write() as connection:
-        if exclusive:
-            if not policy_leases.take(connection, policy, worker, now, lease_seconds):
-                return []
-            ids, revised = _candidates(connection, policy, rule)
-        taken = _take(connection, policy, ids, revised, worker, rule, now + lease_seconds)
-    with database.read() as connection:
+        if not ids:
+            return []
+        # A lease that a crash forgets is one that ran out: its step will not be accepted.
+        with database.write_on(connection, durable=False):
+            if exclusive:
+                if not policy_leases.take(connection, policy, worker, now, lease_seconds):
+                    return []
+                ids, revised = _candidates(connection, policy, rule)
+            taken = _take(connection, policy, ids, revised, worker, rule, now + lease_seconds)
         found = [_claimed(connection, policy, group) for group in taken]
     claimed = [group for group in found if group.trajectories]
     if len(claimed) < len(found):
@@ -201,40 +199,19 @@ def _candidates(
 
     Their rows may say too much, never too little.
     """
-    # Each way to become ready has an index, whose condition is spelt out here.
-    some = text("groups.waiting > 0")
-    ended = text(
-        "(groups.closed_at IS NOT NULL OR groups.choices IS NOT NULL) "
-        "AND groups.oldest_at IS NOT NULL"
-    )
-    ways = (
-        (some, Group.waiting >= rule.size),
-        (some, Group.oldest_at <= rule.began_before),
-        (ended, or_(Group.closed_at.is_not(None), Group.waiting >= Group.choices)),
-    )
-    found: dict[str, RowMapping] = {}
-    for way in ways:
-        query = (
-            select(Group.__table__)
-            .where(*_free(policy, rule.now), *way)
-            .order_by(Group.strikes, Group.oldest_at)
-            .limit(4 * rule.limit + _SPARE)
-        )
-        found.update((row["id"], row) for row in connection.execute(query).mappings())
-    newest = (
-        select(Trajectory.group_id, func.max(Trajectory.updated_at))
-        .where(
-            Trajectory.project == policy.project,
-            Trajectory.policy == policy.name,
-            Trajectory.group_id.in_(list(found)),
-            waiting.FRESH,
-            Trajectory.rewarded.is_(True),
-        )
-        .group_by(Trajectory.group_id)
-    )
-    for group_id, at in connection.execute(newest):
-        if at > rule.settled_before:
-            del found[group_id]
+    ready = {
+        "of_project": policy.project,
+        "of_policy": policy.name,
+        "now": rule.now,
+        "size": rule.size,
+        "began_before": rule.began_before,
+        "most": 4 * rule.limit + _SPARE,
+    }
+    found: dict[str, RowMapping] = {
+        row["id"]: row
+        for row in connection.execute(statements.READY, ready).mappings()
+        if row["newest"] is None or row["newest"] <= rule.settled_before
+    }
     revised = waiting.revised(
         connection,
         policy.project,
@@ -249,14 +226,6 @@ def _candidates(
         *(at <= rule.began_before for at in revised.values()),
     ]
     return (ids if len(ids) >= rule.at_least or any(urgent) else []), revised
-
-
-def _free(policy: TrainablePolicy, now: float) -> tuple[ColumnElement[bool], ...]:
-    return (
-        Group.project == policy.project,
-        Group.policy == policy.name,
-        or_(Group.lease_owner.is_(None), Group.lease_expires < now),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,15 +247,15 @@ def _take(
 ) -> list[_Taken]:
     """Lease groups, having counted what is in them."""
     taken: list[_Taken] = []
+    of = {"of_project": policy.project, "of_policy": policy.name}
     for id in ids:
-        one = (*_free(policy, rule.now), Group.id == id)
+        one = {**of, "now": rule.now, "id": id}
         # On PostgreSQL another worker may have been faster. A group that is being written to can
         # be had the next time; waiting for it while others are held would be a risk of deadlock.
-        free = select(Group.id).where(*one).with_for_update(skip_locked=True)
-        if connection.execute(free).first() is None:
+        if connection.execute(statements.LOCK, one).first() is None:
             continue
         waiting.count(connection, [(policy.project, policy.name, id)])
-        group = connection.execute(select(Group.__table__).where(*one)).mappings().one()
+        group = connection.execute(statements.ONE, one).mappings().one()
         fresh = rule.holds(group)
         if fresh or id in revised:
             # A correction to a closed group does not hurry: it may wait for other groups.
@@ -297,33 +266,25 @@ def _take(
     if len(taken) < rule.at_least and not any(group.final for group in taken):
         return []
     connection.execute(
-        update(Group)
-        .where(
-            Group.project == policy.project,
-            Group.policy == policy.name,
-            Group.id.in_([group.row["id"] for group in taken]),
-        )
-        .values(lease_owner=worker, lease_expires=expires)
+        statements.LEASE,
+        {
+            **of,
+            "ids": [group.row["id"] for group in taken],
+            "worker": worker,
+            "until": expires,
+        },
     )
     return taken
 
 
 def _claimed(connection: Connection, policy: TrainablePolicy, group: _Taken) -> ClaimedGroup:
     row, final = group.row, group.final
-    members = select(Trajectory.id).where(
-        Trajectory.project == policy.project,
-        Trajectory.policy == policy.name,
-        Trajectory.group_id == row["id"],
-        waiting.OPEN,
-        stands_alone,
+    # Where it is not fresh, only what was decided about before: the others are not enough yet.
+    members = connection.execute(
+        statements.members(group.fresh, final),
+        {"of_project": policy.project, "of_policy": policy.name, "id": row["id"]},
     )
-    if not group.fresh:
-        # Only what was decided about before: the others are not enough yet.
-        members = members.where(Trajectory.settled_revision.is_not(None))
-    elif not final:
-        members = members.where(or_(Trajectory.settled_revision.is_not(None), has_reward))
-    members = members.order_by(Trajectory.rewarded.desc(), Trajectory.created_at).limit(_MOST)
-    ids = list(connection.execute(members).scalars())
+    ids = list(members.scalars())
     found = queries.trajectories(connection, policy.project, ids)
     late = final or any(t.settled_revision is not None for t in found)
     return ClaimedGroup(

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, func, select
+from sqlalchemy import Connection, RowMapping, Select, bindparam, func, select
 from sqlalchemy import case as sql_case
 
 from gateway.store.models import Choice, Completion, Group, Policy, Reward, Trajectory, Version
@@ -187,16 +188,23 @@ def trajectory(connection: Connection, project: str, trajectory_id: str) -> Stor
     return found[0] if found else None
 
 
+# Built once: a trainer that claims a group reads many trajectories one after the other.
+_TRAJECTORIES = (
+    select(Trajectory.__table__)
+    .where(
+        Trajectory.project == bindparam("of_project"),
+        Trajectory.id.in_(bindparam("ids", expanding=True)),
+    )
+    .order_by(Trajectory.created_at, Trajectory.id)
+)
+
+
 def trajectories(
     connection: Connection, project: str, ids: Sequence[str]
 ) -> list[StoredTrajectory]:
     """Trajectories, whole, in the order in which they began."""
-    query = (
-        select(Trajectory.__table__)
-        .where(Trajectory.project == project, Trajectory.id.in_(ids))
-        .order_by(Trajectory.created_at, Trajectory.id)
-    )
-    rows = list(connection.execute(query).mappings())
+    values = {"of_project": project, "ids": list(ids)}
+    rows = list(connection.execute(_TRAJECTORIES, values).mappings())
     completions: dict[str, list[StoredCompletion]] = {}
     for item in stored_completions(connection, project, ids):
         completions.setdefault(item.trajectory_id, []).append(item)
@@ -351,16 +359,27 @@ def _rewards(
     trajectory_ids: Sequence[str] | None,
     completion_id: str | None = None,
 ) -> list[StoredReward]:
+    values: dict[str, Any] = {"of_project": project}
+    if trajectory_ids is not None:
+        values["ids"] = list(trajectory_ids)
+    if completion_id is not None:
+        values["completion"] = completion_id
+    query = _rewards_query("ids" in values, "completion" in values)
+    return [reward_of(row) for row in connection.execute(query, values).mappings()]
+
+
+@cache
+def _rewards_query(by_trajectory: bool, by_completion: bool) -> Select[Any]:
     query = (
         select(Reward.__table__)
-        .where(Reward.project == project, Reward.withdrawn_at.is_(None))
+        .where(Reward.project == bindparam("of_project"), Reward.withdrawn_at.is_(None))
         .order_by(Reward.row)
     )
-    if trajectory_ids is not None:
-        query = query.where(Reward.trajectory_id.in_(trajectory_ids))
-    if completion_id is not None:
-        query = query.where(Reward.completion_id == completion_id)
-    return [reward_of(row) for row in connection.execute(query).mappings()]
+    if by_trajectory:
+        query = query.where(Reward.trajectory_id.in_(bindparam("ids", expanding=True)))
+    if by_completion:
+        query = query.where(Reward.completion_id == bindparam("completion"))
+    return query
 
 
 def reward_of(row: RowMapping) -> StoredReward:

@@ -4,12 +4,32 @@ A turn stores what is new in it; the rest is its parent's, which is in the same 
 """
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
-from sqlalchemy import Connection, RowMapping, select
+from sqlalchemy import Connection, RowMapping, Select, bindparam, select
 
 from gateway.store import codec
 from gateway.store.models import Choice, Completion
 from gateway.store.records import StoredChoice, StoredCompletion
+
+# Built once: these are read for each trajectory that is shown, continued or trained on.
+_OF = (
+    Completion.project == bindparam("of_project"),
+    Completion.trajectory_id.in_(bindparam("ids", expanding=True)),
+)
+_CHOICES = (
+    select(Choice.__table__)
+    .join(Completion, Completion.id == Choice.completion_id)
+    .where(*_OF)
+    .order_by(Choice.completion_id, Choice.index)
+)
+
+
+@cache
+def _completions(tokens: bool) -> Select[Any]:
+    columns = [c for c in Completion.__table__.c if tokens or c.name != "prompt_ids"]
+    return select(*columns).where(*_OF).order_by(Completion.created_at, Completion.id)
 
 
 def stored_completions(
@@ -24,21 +44,10 @@ def stored_completions(
     Args:
         tokens: False leaves out prompt ids and choices, for those who read only the text.
     """
-    columns = [c for c in Completion.__table__.c if tokens or c.name != "prompt_ids"]
-    query = (
-        select(*columns)
-        .where(Completion.project == project, Completion.trajectory_id.in_(trajectory_ids))
-        .order_by(Completion.created_at, Completion.id)
-    )
-    rows = list(connection.execute(query).mappings())
-    choice_query = (
-        select(Choice.__table__)
-        .join(Completion, Completion.id == Choice.completion_id)
-        .where(Completion.project == project, Completion.trajectory_id.in_(trajectory_ids))
-        .order_by(Choice.completion_id, Choice.index)
-    )
+    values = {"of_project": project, "ids": list(trajectory_ids)}
+    rows = list(connection.execute(_completions(tokens), values).mappings())
     choices: dict[str, list[StoredChoice]] = {}
-    for row in connection.execute(choice_query).mappings() if tokens else ():
+    for row in connection.execute(_CHOICES, values).mappings() if tokens else ():
         choices.setdefault(row["completion_id"], []).append(
             StoredChoice(
                 index=row["index"],

@@ -17,7 +17,9 @@ from sqlalchemy import (
     ColumnElement,
     ColumnExpressionArgument,
     Connection,
+    Float,
     ScalarSelect,
+    bindparam,
     func,
     or_,
     select,
@@ -90,6 +92,7 @@ def find(
     family = [*members, *peers]
     children = _children(connection, project, policy, [member.id for member in family])
     revised = [m.id for m in [*members, *children] if m.settled_revision is not None]
+    running = baselines.read_all(connection, project, policy, ["", *filter(None, [task])])
     return Relatives(
         children=children,
         lent={
@@ -100,9 +103,18 @@ def find(
         },
         peers=peers,
         taught=revisions.taught(connection, project, policy, head, revised),
-        running=baselines.read(connection, project, policy, ""),
-        running_task=baselines.read(connection, project, policy, task) if task else NOTHING,
+        running=running.get("", NOTHING),
+        running_task=running.get(task, NOTHING) if task else NOTHING,
     )
+
+
+_CHILDREN = select(Trajectory.id).where(
+    Trajectory.project == bindparam("of_project"),
+    Trajectory.policy == bindparam("of_policy"),
+    Trajectory.split == "train",
+    Trajectory.parent_id.in_(bindparam("parents", expanding=True)),
+    ~Trajectory.rewarded,
+)
 
 
 def _children(
@@ -111,14 +123,9 @@ def _children(
     found: list[str] = []
     level = list(parents)
     while level:
-        query = select(Trajectory.id).where(
-            Trajectory.project == project,
-            Trajectory.policy == policy,
-            Trajectory.split == "train",
-            Trajectory.parent_id.in_(level),
-            ~Trajectory.rewarded,
-        )
-        level = [id for id in connection.execute(query).scalars() if id not in found]
+        values = {"of_project": project, "of_policy": policy, "parents": level}
+        below = connection.execute(_CHILDREN, values).scalars()
+        level = [id for id in below if id not in found]
         found.extend(level)
     return queries.trajectories(connection, project, found) if found else []
 
@@ -136,25 +143,34 @@ def _lender(connection: Connection, project: str, parent_id: str | None) -> Stor
     return None
 
 
+_DISTANCE: Any = func.abs(Trajectory.created_at - bindparam("at", type_=Float))
+_PEERS = (
+    select(Trajectory.id)
+    .where(
+        Trajectory.project == bindparam("of_project"),
+        Trajectory.policy == bindparam("of_policy"),
+        Trajectory.group_id == bindparam("of_group"),
+        Trajectory.split == "train",
+        stands_alone,
+        has_reward,
+        or_(Trajectory.state == "used", Trajectory.reason.in_(("equal_rewards", "too_few"))),
+    )
+    .order_by(_DISTANCE, Trajectory.id)
+    .limit(bindparam("most"))
+)
+
+
 def _peers(
     connection: Connection, project: str, policy: str, members: Sequence[StoredTrajectory]
 ) -> list[StoredTrajectory]:
     first = members[0]
     known = {member.id for member in members}
-    distance: Any = func.abs(Trajectory.created_at - first.created_at)
-    query = (
-        select(Trajectory.id)
-        .where(
-            Trajectory.project == project,
-            Trajectory.policy == policy,
-            Trajectory.group_id == first.group_id,
-            Trajectory.split == "train",
-            stands_alone,
-            has_reward,
-            or_(Trajectory.state == "used", Trajectory.reason.in_(("equal_rewards", "too_few"))),
-        )
-        .order_by(distance, Trajectory.id)
-        .limit(PEERS + len(known))
-    )
-    ids = [id for id in connection.execute(query).scalars() if id not in known][:PEERS]
+    values = {
+        "of_project": project,
+        "of_policy": policy,
+        "of_group": first.group_id,
+        "at": first.created_at,
+        "most": PEERS + len(known),
+    }
+    ids = [id for id in connection.execute(_PEERS, values).scalars() if id not in known][:PEERS]
     return queries.trajectories(connection, project, ids) if ids else []

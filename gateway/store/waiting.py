@@ -11,12 +11,15 @@ trajectory.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
     Boolean,
     Connection,
+    Update,
     and_,
+    bindparam,
     case,
     func,
     literal_column,
@@ -52,6 +55,61 @@ _MINE = (
     Trajectory.policy == Group.policy,
     Trajectory.group_id == Group.id,
     FRESH,
+)
+
+
+_ANSWERS = (
+    select(func.count())
+    .where(Choice.completion_id == Reward.completion_id)
+    .correlate(Reward)
+    .scalar_subquery()
+)
+_REWARDED_CHOICES = (
+    select(
+        Trajectory.project,
+        Trajectory.policy,
+        Trajectory.group_id,
+        Reward.trajectory_id,
+        func.count(Reward.choice.distinct()),
+        _ANSWERS,
+    )
+    .join(
+        Trajectory,
+        (Trajectory.project == Reward.project) & (Trajectory.id == Reward.trajectory_id),
+    )
+    .where(
+        tuple_(Trajectory.project, Trajectory.policy, Trajectory.group_id).in_(
+            bindparam("groups_", expanding=True)
+        ),
+        FRESH,
+        Trajectory.rewarded.is_(True),
+        Reward.choice.is_not(None),
+        Reward.withdrawn_at.is_(None),
+    )
+    .group_by(
+        Trajectory.project,
+        Trajectory.policy,
+        Trajectory.group_id,
+        Reward.trajectory_id,
+        Reward.completion_id,
+    )
+)
+
+
+_SINCE = func.min(Trajectory.updated_at)
+_REVISED = (
+    select(Trajectory.group_id, _SINCE)
+    .where(
+        Trajectory.project == bindparam("of_project"),
+        Trajectory.policy == bindparam("of_policy"),
+        OPEN,
+        Trajectory.settled_revision.is_not(None),
+        stands_alone,
+    )
+    .group_by(Trajectory.group_id)
+    .having(func.max(Trajectory.updated_at) <= bindparam("settled_before"))
+    .order_by(_SINCE)
+    .limit(bindparam("most"))
 )
 
 
@@ -93,6 +151,21 @@ def count(connection: Connection, groups: Iterable[GroupKey]) -> None:
     keys = sorted(set(groups))
     if not keys:
         return
+    connection.execute(_counting(connection.dialect.name == "sqlite"), {"groups_": keys})
+    for key, more, choices in _choices(connection, keys):
+        connection.execute(
+            update(Group)
+            .where(_KEY.in_([key]))
+            .values(
+                waiting=Group.waiting + more,
+                choices=case((Group.choices.is_not(None), choices)),
+            )
+        )
+
+
+@cache
+def _counting(is_sqlite: bool) -> Update:
+    """The statement that counts in the groups `groups_`; building it takes longer than running."""
     # Each kind has an index; sub-agents are few.
     kinds = (
         (Trajectory.rewarded.is_(True),),
@@ -112,61 +185,22 @@ def count(connection: Connection, groups: Iterable[GroupKey]) -> None:
         .scalar_subquery()
         for kind in (rewarded, (*lent, has_reward))
     ]
-    least = func.min if connection.dialect.name == "sqlite" else func.least
+    least = func.min if is_sqlite else func.least
     first = func.nullif(least(*(func.coalesce(at, _NEVER) for at in oldest)), _NEVER)
-    connection.execute(
-        update(Group).where(_KEY.in_(keys)).values(waiting=numbers[0] + numbers[1], oldest_at=first)
+    return (
+        update(Group)
+        .where(_KEY.in_(bindparam("groups_", expanding=True)))
+        .values(waiting=numbers[0] + numbers[1], oldest_at=first)
     )
-    for key, more, choices in _choices(connection, keys):
-        connection.execute(
-            update(Group)
-            .where(_KEY.in_([key]))
-            .values(
-                waiting=Group.waiting + more,
-                choices=case((Group.choices.is_not(None), choices)),
-            )
-        )
 
 
 def _choices(connection: Connection, keys: Sequence[GroupKey]) -> list[tuple[GroupKey, int, int]]:
     """For groups with choices rewarded one by one: members beyond one for each trajectory, and
     how many choices the completions have."""
-    answers = (
-        select(func.count())
-        .where(Choice.completion_id == Reward.completion_id)
-        .correlate(Reward)
-        .scalar_subquery()
-    )
-    query = (
-        select(
-            Trajectory.project,
-            Trajectory.policy,
-            Trajectory.group_id,
-            Reward.trajectory_id,
-            func.count(Reward.choice.distinct()),
-            answers,
-        )
-        .join(
-            Trajectory,
-            (Trajectory.project == Reward.project) & (Trajectory.id == Reward.trajectory_id),
-        )
-        .where(
-            tuple_(Trajectory.project, Trajectory.policy, Trajectory.group_id).in_(keys),
-            FRESH,
-            Trajectory.rewarded.is_(True),
-            Reward.choice.is_not(None),
-            Reward.withdrawn_at.is_(None),
-        )
-        .group_by(
-            Trajectory.project,
-            Trajectory.policy,
-            Trajectory.group_id,
-            Reward.trajectory_id,
-            Reward.completion_id,
-        )
-    )
     found: dict[GroupKey, dict[str, list[Any]]] = {}
-    for project, policy, group, trajectory, rewarded, of in connection.execute(query):
+    for project, policy, group, trajectory, rewarded, of in connection.execute(
+        _REWARDED_CHOICES, {"groups_": keys}
+    ):
         # A reward for the only choice is one for the completion.
         if of > 1:
             found.setdefault((project, policy, group), {}).setdefault(trajectory, []).append(
@@ -189,19 +223,10 @@ def revised(
 
     The oldest change comes first; groups in which one is newer than `settled_before` are left out.
     """
-    since = func.min(Trajectory.updated_at)
-    query = (
-        select(Trajectory.group_id, since)
-        .where(
-            Trajectory.project == project,
-            Trajectory.policy == policy,
-            OPEN,
-            Trajectory.settled_revision.is_not(None),
-            stands_alone,
-        )
-        .group_by(Trajectory.group_id)
-        .having(func.max(Trajectory.updated_at) <= settled_before)
-        .order_by(since)
-        .limit(limit)
-    )
-    return dict(connection.execute(query).tuples().all())
+    values = {
+        "of_project": project,
+        "of_policy": policy,
+        "settled_before": settled_before,
+        "most": limit,
+    }
+    return dict(connection.execute(_REVISED, values).tuples().all())
