@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Select, case, func, select
+from sqlalchemy import ColumnElement, Connection, Select, case, func, select
 
 from gateway.store.models import Completion, Policy, Reward, Trajectory
 
@@ -42,7 +42,7 @@ def rewards_by_version(connection: Connection, project: str, policy: str) -> lis
     """
     rows = _newest(project, policy, versions=None, since=0.0).subquery()
     weights = _weights(connection, project, policy)
-    worth = rows.c.reward
+    worth: ColumnElement[float] = rows.c.reward
     if weights:
         worth = worth * case(weights, value=rows.c.name, else_=1.0)
     alternatives = func.count(rows.c.choice.distinct())

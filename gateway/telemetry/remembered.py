@@ -28,6 +28,7 @@ class Remembered(Generic[T]):
         self._took = 0.0
         self._until = 0.0
         self._asking: asyncio.Task[None] | None = None
+        self._began = 0.0
 
     async def get(self) -> T:
         """The answer.
@@ -37,6 +38,7 @@ class Remembered(Generic[T]):
         """
         if time.monotonic() >= self._until and self._asking is None:
             self._asking = asyncio.create_task(self._refresh())
+            self._began = time.monotonic()
         task = self._asking
         if task is not None and (self._answer is None or self._took < _QUICK):
             # Others wait for the same: one that hangs up must not end it.
@@ -46,8 +48,11 @@ class Remembered(Generic[T]):
         return self._answer[0]
 
     async def within(self, seconds: float) -> T | None:
-        """The answer, if it is there in so many seconds; None if not yet, or if asking failed."""
+        """The answer, if it is there so many seconds after it was asked for; None if not yet, or
+        if asking failed. Whoever comes when these are over does not wait for the first answer."""
         try:
+            if self._answer is None and self._asking is not None:
+                seconds = max(0.0, seconds - (time.monotonic() - self._began))
             async with asyncio.timeout(seconds):
                 return await self.get()
         except Exception:
