@@ -6,6 +6,7 @@ the conditions of those indexes are spelt out.
 """
 
 from functools import cache
+from typing import Any
 
 from sqlalchemy import (
     Select,
@@ -93,14 +94,14 @@ LEASE: Update = (
 
 
 @cache
-def members(fresh: bool, final: bool) -> Select[str]:
-    """Ids of the waiting members of the group `id`, the rewarded ones first.
+def members(fresh: bool, final: bool) -> Select[Any]:
+    """The waiting members of the group `id`, the rewarded ones first.
 
     Args:
         fresh: also those that were not decided about before.
         final: also those of them that have no reward.
     """
-    query = select(Trajectory.id).where(
+    query = select(Trajectory.__table__).where(
         *_MEMBERS, Trajectory.group_id == bindparam("id"), waiting.OPEN, stands_alone
     )
     if not fresh:

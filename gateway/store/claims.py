@@ -17,7 +17,7 @@ from gateway.store.models import Group, Policy, Version
 from gateway.store.records import Json, StoredTrajectory
 from gateway.store.relatives import Relatives
 
-_SPARE = 64
+_SPARE = 16
 """Groups that are looked at beyond those that are wanted: some turn out not to be ready."""
 
 
@@ -209,7 +209,7 @@ def _candidates(
     }
     found: dict[str, RowMapping] = {
         row["id"]: row
-        for row in connection.execute(statements.READY, ready).mappings()
+        for row in connection.execute(statements.READY, ready).mappings().all()
         if row["newest"] is None or row["newest"] <= rule.settled_before
     }
     revised = waiting.revised(
@@ -284,8 +284,8 @@ def _claimed(connection: Connection, policy: TrainablePolicy, group: _Taken) -> 
         statements.members(group.fresh, final),
         {"of_project": policy.project, "of_policy": policy.name, "id": row["id"]},
     )
-    ids = list(members.scalars())
-    found = queries.trajectories(connection, policy.project, ids)
+    rows = sorted(members.mappings().all(), key=lambda row: (row["created_at"], row["id"]))
+    found = queries.whole(connection, policy.project, rows)
     late = final or any(t.settled_revision is not None for t in found)
     return ClaimedGroup(
         project=policy.project,

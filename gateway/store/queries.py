@@ -188,6 +188,10 @@ def trajectory(connection: Connection, project: str, trajectory_id: str) -> Stor
     return found[0] if found else None
 
 
+_FIELDS = (
+    *("project", "id", "policy", "group_id", "parent_id", "split", "attribution", "state"),
+    *("reason", "step_id", "created_at", "updated_at", "revision", "settled_revision"),
+)
 # Built once: a trainer that claims a group reads many trajectories one after the other.
 _TRAJECTORIES = (
     select(Trajectory.__table__)
@@ -204,7 +208,14 @@ def trajectories(
 ) -> list[StoredTrajectory]:
     """Trajectories, whole, in the order in which they began."""
     values = {"of_project": project, "ids": list(ids)}
-    rows = list(connection.execute(_TRAJECTORIES, values).mappings())
+    return whole(connection, project, connection.execute(_TRAJECTORIES, values).mappings().all())
+
+
+def whole(
+    connection: Connection, project: str, rows: Sequence[RowMapping]
+) -> list[StoredTrajectory]:
+    """Trajectories whose rows are there already, with their completions and rewards."""
+    ids = [row["id"] for row in rows]
     completions: dict[str, list[StoredCompletion]] = {}
     for item in stored_completions(connection, project, ids):
         completions.setdefault(item.trajectory_id, []).append(item)
@@ -213,22 +224,9 @@ def trajectories(
         rewards.setdefault(reward.trajectory_id, []).append(reward)
     return [
         StoredTrajectory(
-            project=row["project"],
-            id=row["id"],
-            policy=row["policy"],
-            group_id=row["group_id"],
-            parent_id=row["parent_id"],
-            split=row["split"],
-            attribution=row["attribution"],
-            state=row["state"],
-            reason=row["reason"],
-            step_id=row["step_id"],
-            created_at=row["created_at"],
-            updated_at=row["updated_at"],
+            **{name: row[name] for name in _FIELDS},
             completions=completions.get(row["id"], []),
             rewards=rewards.get(row["id"], []),
-            revision=row["revision"],
-            settled_revision=row["settled_revision"],
         )
         for row in rows
     ]

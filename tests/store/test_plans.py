@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import event, func, select
 
 from benchmarks import filling
+from gateway.dashboard import views
 from gateway.store import (
     Database,
     claims,
@@ -201,6 +202,15 @@ ASKED: dict[str, Callable[[Any], bool]] = {
     "settled events": lambda c: events.settled(c, 3_600) > 3_600,
     "the last event": lambda c: events.start(c) > 0,
     "why a completion was trained on": lambda c: bool(why(c, PROJECT, CHOSEN[1])),
+    "the overview": lambda c: bool(views.overview(c, PROJECT).policies),
+    "the traffic of an hour": lambda c: bool(sum(views.traffic(c, PROJECT))),
+    "the page of a policy": lambda c: views.policy(c, PROJECT, "agent") is not None,
+    "the page of a group": lambda c: views.group(c, PROJECT, "agent", a_group(c)) is not None,
+    "the page of a trajectory": lambda c: bool(views.trajectory(c, PROJECT, CHOSEN[0]).uses),
+    "the newest steps": lambda c: bool(views.step_list(c, PROJECT, None, None)),
+    "older steps of a policy": lambda c: bool(views.step_list(c, PROJECT, "agent", 50)),
+    "the page of a step": lambda c: bool(views.step(c, PROJECT, 50).groups),
+    "whether anything has changed": lambda c: bool(views.fingerprint(c, PROJECT)[0]),
     "what is old": lambda c: (
         deletion.delete_older_than(c, PROJECT, time.time() - filling.SPAN / 2, 2).trajectories == 2
     ),
