@@ -80,9 +80,10 @@ def build(settings: Settings | None = None) -> FastAPI:
     telemetry = Telemetry(settings)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with running(settings) as gateway:
             app.state.gateway = gateway
+            gateway.writer.in_progress = lambda: app.in_flight
             app.state.authenticator = Authenticator(gateway.database, settings.admin_key)
             async with telemetry.running(gateway):
                 yield

@@ -103,6 +103,8 @@ def gateway_arguments(settings: Settings) -> list[str]:
         settings.host,
         "--port",
         str(settings.port),
+        "--http",
+        "gateway.protocol:Protocol",
         "--no-access-log",
         "--log-level",
         "info",

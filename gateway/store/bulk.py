@@ -18,8 +18,9 @@ from sqlalchemy.exc import DBAPIError
 
 Row = dict[str, Any]
 
-_SIZES = (64, 32, 16, 8, 4, 2, 1)
-"""Rows of one statement on SQLite: few different texts, so that all stay prepared."""
+_SIZES = (64, 32, *range(16, 0, -1))
+"""Rows of one statement on SQLite: few enough texts for all to stay prepared, and one statement for
+what usually comes together, since each of them hands the interpreter's lock to and fro."""
 
 _MOST_BYTES = 100 * 2**20
 """Of one JSON document on PostgreSQL, which takes up to 256 MiB."""

@@ -119,6 +119,9 @@ def _to_json(value: Any) -> str:
     return _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text
 
 
+_SQLITE = {"check_same_thread": False, "timeout": 60, "cached_statements": 256}
+
+
 def _create_engine(url: URL) -> Engine:
     options: dict[str, Any] = {
         "json_serializer": _to_json,
@@ -131,7 +134,7 @@ def _create_engine(url: URL) -> Engine:
         # What the URL says itself wins.
         limits = {name: value for name, value in _LIMITS.items() if name not in url.query}
         return create_engine(url, **options, connect_args=limits, pool_size=10, max_overflow=20)
-    engine = create_engine(url, **options, connect_args={"check_same_thread": False, "timeout": 60})
+    engine = create_engine(url, **options, connect_args=_SQLITE)
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _record: Any) -> None:
@@ -142,6 +145,8 @@ def _create_engine(url: URL) -> Engine:
             "synchronous=FULL",
             "busy_timeout=60000",
             "foreign_keys=ON",
+            # A statement of several rows keeps what it may have to undo; not in a file of its own.
+            "temp_store=MEMORY",
         ):
             connection.execute(f"PRAGMA {pragma}")
 

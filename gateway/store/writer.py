@@ -31,6 +31,14 @@ log = logging.getLogger("strop.writer")
 _DAY = 86_400.0
 _DEADLOCK_TRIES = 5
 
+_COMMIT_EVERY = 0.002
+"""Seconds between the beginnings of two commits while several requests are being answered. A
+commit costs a transaction, a sync of the disk and some handing of the interpreter's lock from
+thread to thread, whatever is in it; PostgreSQL's `commit_delay` is the same idea."""
+
+_SIBLINGS = 5
+"""Requests that must be in progress beside those that wait, for a commit to be put off."""
+
 _FRESH_SECONDS = 1.0
 """After which the writer's connection is asked whether it is still there, before it is used."""
 
@@ -69,6 +77,9 @@ class Writer:
         self._statements = Statements(database.is_sqlite)
         self._connection: Connection | None = None
         self._used_at = 0.0
+        self._began = 0.0
+        self.in_progress: Callable[[], int] = lambda: 0
+        """Requests that are being answered, which will have something to write."""
         self.journal = journal
         self._mover = None
         if journal is not None:
@@ -184,12 +195,21 @@ class Writer:
         if first is None:
             return [], True
         items = [first]
+        self._wait_for_others()
         while len(items) < self._batch and not self._queue.empty():
             item = self._queue.get()
             if item is None:
                 return items, True
             items.append(item)
         return items, False
+
+    def _wait_for_others(self) -> None:
+        now = time.monotonic()
+        left = self._began + _COMMIT_EVERY - now
+        if left > 0 and self.in_progress() - self._pending >= _SIBLINGS:
+            time.sleep(left)
+            now += left
+        self._began = now
 
     def _commit(self, items: list[_Item]) -> None:
         if self._mover is not None and self._mover.takes_over:

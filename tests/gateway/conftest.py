@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 
 from gateway.app import build
 from gateway.gateway import Gateway
+from gateway.protocol import Protocol
 from gateway.settings import Settings
 from tests.fake_vllm import FakeVllm
 
@@ -44,7 +45,7 @@ async def serving(settings: Settings) -> AsyncIterator[tuple[str, Gateway]]:
     app = build(settings)
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", http=Protocol))
     task = asyncio.create_task(server.serve([listener]))
     while not server.started:
         if task.done():

@@ -97,6 +97,25 @@ async def test_writes_that_come_together_share_a_commit(
         assert queries.groups(connection, "default", now=0.0)[0].trajectories == 300
 
 
+async def test_a_commit_waits_for_requests_in_progress(
+    database: Database, writer: Writer, captured: Captured, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gateway.store.writer._COMMIT_EVERY", 0.5)
+    writer.in_progress = lambda: 100
+    await writer.store(captured("t0"))
+
+    async def later(i: int) -> None:
+        await asyncio.sleep(0.005 * i)
+        await writer.store(captured(f"t{i}"))
+
+    await asyncio.gather(*(later(i) for i in range(1, 11)))
+    assert (writer.writes, writer.commits < 6) == (11, True)
+    writer.in_progress = lambda: 0
+    for i in range(11, 15):
+        await writer.store(captured(f"t{i}"))
+    assert writer.commits >= 5
+
+
 async def test_a_write_that_fails_fails_alone(
     database: Database, writer: Writer, captured: Captured
 ):
