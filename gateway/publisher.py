@@ -292,17 +292,20 @@ class Publisher:
         """Load a version on a replica and check that it answers with it; returns the numbers."""
         version = policy.versions[number]
         name = policy.served_name(number)
+        loading = 0.0
         if version["adapter_path"] is not None:
             await self._check(policy, version["adapter_path"])
             if name not in replica.models:
+                began = time.monotonic()
                 await self._load(policy, name, version["adapter_path"], replica)
+                loading = time.monotonic() - began
         numbers: Json = {}
         probe = version["probe"]
         if probe is not None:
             served = await replica.prompt_logprobs(name, probe["token_ids"])
             numbers = compare(served, probe, self._tolerance)
         replica.proven |= {name}
-        return numbers
+        return {**numbers, "load_seconds": round(loading, 3)}
 
     async def _load(self, policy: _Policy, name: str, path: str, replica: Replica) -> None:
         # The adapter was looked over: what is refused now is the server's own doing.

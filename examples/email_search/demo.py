@@ -17,7 +17,8 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -32,7 +33,10 @@ from examples.email_search.agent import run_episode, score
 from examples.email_search.mailbox import Mailbox, Question, make_mailbox
 
 POLICY = "email-agent"
-CONCURRENCY = 16
+CONCURRENCY = 48
+"""Rollouts at once: those of a whole step, so that vLLM decodes them together."""
+TARGET = 0.7
+"""Mean reward of a step's rollouts that the demo is timed to."""
 MADE_HERE = ".made-by-demo"
 MODEL = Path(".strop/models/smollm2-135m")
 """Unpacked once, and kept from one demo to the next."""
@@ -45,6 +49,10 @@ probe_tolerance = 0.0001
 
 [vllm]
 max_model_len = 1024
+max_num_seqs = {concurrency}
+
+[trainer]
+poll_seconds = 0.1
 
 [policies.{policy}]
 groups_per_step = {questions}
@@ -70,6 +78,20 @@ class Rollout:
 
 
 @dataclass
+class StepTimes:
+    """One step, as the demo saw it."""
+
+    reward: float
+    """Mean of its rollouts."""
+    began: float
+    """Seconds from the first training rollout to this step's first one."""
+    sampled: float
+    """To its last one."""
+    served: float
+    """Until the version that it made was served."""
+
+
+@dataclass
 class Demo:
     """The running system, as its user sees it: a URL."""
 
@@ -80,6 +102,7 @@ class Demo:
     client: AsyncOpenAI
     answered: int = 0
     rewards_by_version: dict[int, list[float]] = field(default_factory=dict)
+    steps: list[StepTimes] = field(default_factory=list)
 
     async def rollout(self, question: Question, split: str, group: str, gate: asyncio.Semaphore):
         """Let the agent answer one question, and post what its answer was worth."""
@@ -121,11 +144,13 @@ class Demo:
         rng = random.Random(self.seed)
         pool: list[Question] = []
         task = progress.add_task("training", total=steps * questions * rollouts, note="")
+        start = time.monotonic()
         for step in range(1, steps + 1):
             if len(pool) < questions:
                 pool = rng.sample(self.mailbox.train, len(self.mailbox.train))
             batch = [pool.pop() for _ in range(questions)]
             done: list[Rollout] = []
+            began = time.monotonic() - start
 
             async def one(question: Question, step: int, done: list[Rollout]) -> None:
                 group = f"step-{step:02d}-{question.id}"
@@ -143,7 +168,9 @@ class Demo:
             progress.update(
                 task, note=f"reward {mean:.2f} · step {step} of {steps} · training @{step}"
             )
+            sampled = time.monotonic() - start
             await self.version(step)
+            self.steps.append(StepTimes(mean, began, sampled, time.monotonic() - start))
 
     async def version(self, number: int) -> None:
         """Wait until a version is served."""
@@ -156,7 +183,7 @@ class Demo:
             for version in listing:
                 if version["state"] == "failed":
                     raise SystemExit(f"{version['id']} failed its probe: {version['probe_result']}")
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
         raise SystemExit(
             f"version {number} was not published within 5 minutes; look at the trainer's log"
         )
@@ -236,7 +263,7 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
     folder: Path = options.folder
     began = time.monotonic()
     console.print(f"Starting vLLM, the gateway and the trainer (seed {options.seed}) …")
-    settings = SETTINGS.format(policy=POLICY, **vars(options))
+    settings = SETTINGS.format(policy=POLICY, concurrency=CONCURRENCY, **vars(options))
     strop = Strop(folder, settings, free_port())
     try:
         async with (
@@ -262,11 +289,19 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             for version, rewards in sorted(demo.rewards_by_version.items())
         },
         "steps": options.steps,
+        "seconds_by_step": [asdict(step) for step in demo.steps],
+        "target_reward": options.target,
+        "seconds_to_target": seconds_to(options.target, demo.steps),
         "seconds": round(time.monotonic() - began, 1),
         "completions_answered": demo.answered,
         "completions_logged": report.completions_logged(folder),
         "served_trained_difference": report.largest_difference(versions),
     }
+
+
+def seconds_to(target: float, steps: Sequence[StepTimes]) -> float | None:
+    """Seconds of training until a step's rollouts earned the target; None if none did."""
+    return next((step.sampled for step in steps if step.reward >= target), None)
 
 
 def summary(name: str, rewards: Rewards) -> dict[str, Any]:
@@ -303,6 +338,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="versions to train")
     parser.add_argument("--questions", type=int, default=8, help="questions (groups) per step")
     parser.add_argument("--rollouts", type=int, default=6, help="rollouts per question")
+    parser.add_argument(
+        "--target", type=float, default=TARGET, help="reward of a step that is timed"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--evaluate", type=int, default=160, help="held-out rollouts, twice")
     parser.add_argument("--folder", type=Path, default=Path(".strop/demo"), help="made anew")

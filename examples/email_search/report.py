@@ -3,6 +3,7 @@
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -30,6 +31,19 @@ def largest_difference(versions: Sequence[Mapping[str, Any]]) -> float:
     )
 
 
+def time_to_target(result: Mapping[str, Any]) -> str:
+    """When a step's rollouts first earned the target, and what a step took."""
+    steps = result["seconds_by_step"]
+    sampling = fmean(step["sampled"] - step["began"] for step in steps)
+    training = fmean(step["served"] - step["sampled"] for step in steps)
+    each = f"a step takes {sampling:.1f} s of rollouts and {training:.1f} s until it is served"
+    seconds = result["seconds_to_target"]
+    if seconds is None:
+        best = max(step["reward"] for step in steps)
+        return f"Training reward {result['target_reward']:g} not reached (best {best:.2f}); {each}"
+    return f"Training reward {result['target_reward']:g} reached after {seconds:.0f} s; {each}"
+
+
 def show(result: Mapping[str, Any], folder: Path, base_model: str, console: Console) -> None:
     """Print it."""
     table = Table(title="Held-out questions, sampled at temperature 1")
@@ -54,6 +68,7 @@ def show(result: Mapping[str, Any], folder: Path, base_model: str, console: Cons
         f"{result['served_trained_difference']:.1e} nats",
         soft_wrap=True,
     )
+    console.print(time_to_target(result), soft_wrap=True)
     console.print()
     console.print("Mean reward on training questions, by the version that answered")
     top = max(*result["rewards_by_version"].values(), 1e-9)

@@ -34,12 +34,15 @@ def test_the_demo_closes_the_loop_and_leaves_a_result(base_model: Path, tmp_path
     result = json.loads((folder / "result.json").read_text())
     assert {
         "seed", "base_reward", "last_reward", "rewards_by_version", "steps", "seconds",
-        "completions_answered", "completions_logged",
+        "completions_answered", "completions_logged", "target_reward", "seconds_to_target",
     } <= set(result)  # fmt: skip
     assert result["completions_logged"] == result["completions_answered"] > 0
     assert 0 < result["served_trained_difference"] <= 1e-4
     assert list(result["rewards_by_version"]) == ["0"]
     assert "Mean reward on training questions" in done.stdout
+    (step,) = result["seconds_by_step"]
+    assert 0 <= step["began"] < step["sampled"] < step["served"] < result["seconds"]
+    assert "s until it is served" in done.stdout
     database = Database(f"sqlite:///{folder / 'strop.db'}")
     with database.read() as connection:
         versions = dict(

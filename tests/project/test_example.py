@@ -2,12 +2,15 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from statistics import fmean
 
 import pytest
 
 from examples.email_search.agent import EXAMPLES, Episode, parse_pick, score
+from examples.email_search.demo import StepTimes, seconds_to
 from examples.email_search.mailbox import SENDERS, TOPICS, Mailbox, Question, make_mailbox
+from examples.email_search.report import time_to_target
 
 
 @pytest.fixture(scope="module", params=[0, 1, 2])
@@ -69,3 +72,14 @@ def test_what_does_not_read_the_question_wins_next_to_nothing(mailbox: Mailbox):
         assert play(mailbox, lambda _, word=word: word, lambda _: "1") <= 0.06
     # The whole question as a query finds nothing: the search joins its words with AND.
     assert play(mailbox, lambda question: question.text, lambda _: "1") == 0
+
+
+def test_the_target_is_reached_when_a_steps_rollouts_earned_it():
+    steps = [StepTimes(0.2, 0, 4, 11), StepTimes(0.7, 11, 15, 22), StepTimes(0.9, 22, 26, 33)]
+    result = {"seconds_by_step": [asdict(step) for step in steps], "target_reward": 0.7}
+    assert seconds_to(0.7, steps) == 15
+    assert seconds_to(0.95, steps) is None
+    said = time_to_target({**result, "seconds_to_target": 15})
+    assert "reached after 15 s; a step takes 4.0 s of rollouts and 7.0 s until" in said
+    said = time_to_target({**result, "seconds_to_target": None})
+    assert "0.7 not reached (best 0.90)" in said
