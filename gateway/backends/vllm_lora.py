@@ -5,13 +5,16 @@ multiplies: 10 MB a token for rank 8 on all layers of a model of 135 million par
 read again. Here the tokens of a batch are parted by adapter once per forward, and each layer
 multiplies the rows of each adapter with that adapter's matrices where they lie.
 
-Rows without an adapter (index -1) stay as the base made them; vLLM's own way takes the last slot's
-adapter for them (vllm-project/vllm#48421).
+Two faults of vLLM's own way are gone with it. Rows without an adapter (index -1) stay as the base
+made them, where it takes the last slot's adapter for them (vllm-project/vllm#48421). And a request
+for `prompt_logprobs`, such as the publisher's probe of a version, may share a batch with others:
+there its own way takes the prompt's rows for those of the batch's samples, and the engine dies.
 
 Tensors come from vLLM; torch itself is not imported, as nowhere in the gateway.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 log = logging.getLogger("vllm.strop")
@@ -28,11 +31,15 @@ def register() -> None:
     except ImportError as error:
         log.warning("this vLLM has no LoRA wrapper for CPUs to speed up: %s", error)
         return
+    if hasattr(PunicaWrapperCPU, "rows_by_adapter"):
+        return
+    PunicaWrapperCPU.rows_by_adapter = PunicaWrapperCPU.samples_by_adapter = ()
     own_update = PunicaWrapperCPU.update_metadata
 
     def update_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
         own_update(self, *args, **kwargs)
         self.rows_by_adapter = part(self.token_lora_indices)
+        self.samples_by_adapter = part(self.sampler_indices)
 
     def add_lora_linear(
         self: Any,
@@ -49,9 +56,47 @@ def register() -> None:
         x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         add(self.rows_by_adapter, y, x, lora_a_stacked, lora_b_stacked, scale, output_slices)
 
+    def add_lora_logits(
+        self: Any,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: Tensor,
+        lora_b_stacked: Tensor,
+        scale: float,
+        *,
+        buffer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        x, y = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        samples = self.samples_by_adapter
+        if x.shape[0] != len(self.sampler_indices):
+            samples = of_one_prompt(self.sampler_indices, lora_b_stacked)
+        # The logits may be padded, or cut, to another number of entries than the adapter's.
+        width = min(y.shape[-1], lora_b_stacked.shape[-2])
+        add(samples, y, x, (lora_a_stacked,), (lora_b_stacked[..., :width, :],), scale, (width,))
+
     PunicaWrapperCPU.update_metadata = update_metadata
     PunicaWrapperCPU.add_lora_linear = add_lora_linear
+    PunicaWrapperCPU.add_lora_logits = add_lora_logits
     log.info("LoRA on CPU: one product per adapter")
+
+
+def of_one_prompt(slots: Tensor, b_stacked: Tensor) -> list[tuple[int, Rows]]:
+    """The adapter of a prompt's rows at the LM head, by what the batch's samples have.
+
+    vLLM does not tell there whose prompt it is.
+
+    Raises:
+        NotImplementedError: several adapters are in the batch, and one changes the LM head.
+    """
+    found = part(slots)
+    if not b_stacked.any():
+        return []
+    if len(set(slots.tolist())) > 1:
+        raise NotImplementedError(
+            "prompt_logprobs in a batch of several adapters that change the LM head"
+        )
+    return [(slot, slice(None)) for slot, _ in found]
 
 
 def part(adapter_of_row: Tensor) -> list[tuple[int, Rows]]:
@@ -71,7 +116,7 @@ def part(adapter_of_row: Tensor) -> list[tuple[int, Rows]]:
 
 
 def add(
-    rows_by_adapter: list[tuple[int, Rows]],
+    rows_by_adapter: Sequence[tuple[int, Rows]],
     y: Tensor,
     x: Tensor,
     a_stacked: tuple[Tensor, ...],

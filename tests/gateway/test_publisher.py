@@ -2,23 +2,23 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from openai import NotFoundError
 from safetensors.numpy import load_file, save_file
-from sqlalchemy import insert, update
+from sqlalchemy import update
 
 from gateway import adapters, app
 from gateway.api.policies import OtherBaseModel
 from gateway.settings import Settings
 from gateway.store import claims, policies, queries, training
-from gateway.store.models import Policy, Version
+from gateway.store.models import Version
 from gateway.store.policy_settings import Lora
 from tests.fake_vllm import FakeVllm
 from tests.gateway.conftest import MakeStrop, Running
+from tests.gateway.publishing import add_version
 from tests.toy_vllm.model import toy_logprobs
 
 ASK = [{"role": "user", "content": "Who are you?"}]
@@ -39,22 +39,8 @@ def write_version(
     save_file(changed, folder / adapters.WEIGHTS)
     truth = wrong.get("truth", toy_logprobs(folder, PROBE))
     before = wrong.get("before", toy_logprobs(artifacts / "000000", PROBE))
-    with strop.gateway.database.write() as connection:
-        connection.execute(
-            insert(Version).values(
-                project="default",
-                policy="agent",
-                number=number,
-                parent=parent,
-                state="ready",
-                adapter_path=str(folder),
-                probe={"token_ids": PROBE, "logprobs": truth, "previous_logprobs": before}
-                if probe
-                else None,
-                created_at=time.time(),
-            )
-        )
-        connection.execute(update(Policy).values(head=number))
+    known = {"token_ids": PROBE, "logprobs": truth, "previous_logprobs": before}
+    add_version(strop.gateway, "agent", number, folder, known if probe else None, parent)
     return folder
 
 
