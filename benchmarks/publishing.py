@@ -3,10 +3,9 @@
     python -m benchmarks.publishing [--versions 5] [--json FILE]
 
 Starts strop as the demo does, with the demo's agent and four questions a step. As soon as the alias
-has moved, a completion of one token is asked for. The time is counted from the end of the
-optimiser's work, by what the trainer recorded: all that it did afterwards (the probe's logprobs,
-writing and recording the version) and its probe from before the step, which is in the same number,
-are counted in. What vLLM's own load took is taken out, as the publisher measured it.
+has moved, a completion of one token is asked for, and nothing else. The time is counted from the
+end of the optimiser's work, by what the trainer recorded; the probe's logprobs under the new
+version, writing and recording it are in it. What vLLM's own load took is taken out.
 """
 
 import argparse
@@ -15,6 +14,7 @@ import json
 import sqlite3
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,11 +22,35 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from examples.email_search.demo import POLICY, SETTINGS, Demo, Strop, free_port, unpack_model
-from examples.email_search.demo import progress_bar as bar
+from examples.email_search.demo import (
+    POLICY,
+    SETTINGS,
+    Demo,
+    Strop,
+    free_port,
+    progress_bar,
+    unpack_model,
+)
 from examples.email_search.mailbox import make_mailbox
 
 QUESTIONS, ROLLOUTS = 4, 6
+
+
+@dataclass
+class AskingDemo(Demo):
+    """The demo, which asks for one token as soon as a version is served, before it goes on."""
+
+    first: dict[int, float] = field(default_factory=dict)
+    """When each version's first completion came."""
+
+    async def version(self, number: int) -> None:
+        """Wait until a version is served, and ask for one token under it."""
+        await super().version(number)
+        reply = await self.client.chat.completions.create(
+            model=POLICY, messages=[{"role": "user", "content": "Hello"}], max_tokens=1
+        )
+        assert reply.model == f"{POLICY}@{number}"
+        self.first[number] = time.time()
 
 
 async def measure(versions: int, folder: Path) -> list[dict[str, Any]]:
@@ -39,37 +63,18 @@ async def measure(versions: int, folder: Path) -> list[dict[str, Any]]:
         learning_rate=3e-4,
     )
     strop = Strop(folder, settings, free_port())
-    first: dict[int, float] = {}
     try:
         async with (
             httpx.AsyncClient(base_url=strop.url, timeout=60) as http,
             AsyncOpenAI(base_url=strop.url + "/v1", api_key="none", timeout=600) as client,
         ):
             await strop.ready(http)
-            demo = Demo(strop.url, 0, make_mailbox(0), http, client)
-            asking = asyncio.create_task(ask(http, client, first, versions))
-            with bar() as progress:
+            demo = AskingDemo(strop.url, 0, make_mailbox(0), http, client)
+            with progress_bar() as progress:
                 await demo.train(versions, QUESTIONS, ROLLOUTS, progress)
-            await asking
     finally:
         strop.stop()
-    return parts(folder / "strop.db", first)
-
-
-async def ask(
-    http: httpx.AsyncClient, client: AsyncOpenAI, first: dict[int, float], versions: int
-) -> None:
-    """Ask for one token under each new version as soon as it is the alias; when it came."""
-    known = 0
-    while known < versions:
-        alias = (await http.get(f"/v1/policies/{POLICY}")).json()["alias"]
-        if alias > known:
-            reply = await client.chat.completions.create(
-                model=POLICY, messages=[{"role": "user", "content": "Hello"}], max_tokens=1
-            )
-            known = int(reply.model.rpartition("@")[2])
-            first[known] = time.time()
-        await asyncio.sleep(0.02)
+    return parts(folder / "strop.db", demo.first)
 
 
 def parts(database: Path, first: dict[int, float]) -> list[dict[str, Any]]:

@@ -171,7 +171,7 @@ class Learner:
         torch.set_rng_state(self._random)
         causal = cast(nn.Module, self.model.get_base_model())
         earlier = probe.before(causal, samples)
-        clock.lap("probe")
+        clock.lap("probe_before")
         self.trainer.should_stop = should_stop
         batches, metrics = self._train(samples, clock)
         if not all_finite(self.model, metrics):

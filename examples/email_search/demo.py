@@ -183,7 +183,7 @@ class Demo:
             for version in listing:
                 if version["state"] == "failed":
                     raise SystemExit(f"{version['id']} failed its probe: {version['probe_result']}")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
         raise SystemExit(
             f"version {number} was not published within 5 minutes; look at the trainer's log"
         )
