@@ -219,20 +219,6 @@ async def test_zero_adapter_is_the_base_and_a_random_one_is_not(server: Server) 
     assert sum(abs(a - b) for a, b in zip(other, base, strict=True)) / len(base) > 0.02
 
 
-async def test_prompt_logprobs_are_the_same_beside_other_requests(server: Server) -> None:
-    ids = (await server.chat(max_tokens=1))["prompt_token_ids"]
-    names = [await server.load(server.adapter(str(seed), seed=seed)) for seed in (1, 2)]
-    alone = [await server.prompt_logprobs(name, ids) for name in (*names, "base")]
-    both = (*names, "base")
-    # Long ones are under way when the prompts come, and more come with them.
-    *_, first, second, third = await asyncio.gather(
-        *(server.chat(f"Count to {n}.", model=both[n % 3], max_tokens=32) for n in range(12)),
-        *(server.prompt_logprobs(name, ids) for name in both),
-    )
-    for one, other in zip(alone, (first, second, third), strict=True):
-        assert one == pytest.approx(other, abs=1e-3)
-
-
 async def test_models_lists_the_base_and_the_adapters(server: Server) -> None:
     path = server.adapter()
     name = await server.load(path)

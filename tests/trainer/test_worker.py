@@ -78,7 +78,9 @@ def test_a_step_records_what_it_consumed_and_measured(make_log, make_worker, bas
     assert metrics["tokens_trained"] == 8
     assert metrics["tokens_seen"] == 12 + 8
     assert metrics["kl_sampling_abs"] < 1e-4
-    assert {"pack", "train", "probe_before", "probe", "save", "total"} <= set(metrics["seconds_by_phase"])
+    assert {"pack", "train", "probe_before", "probe", "save", "total"} <= set(
+        metrics["seconds_by_phase"]
+    )
     uses = log.rows("select step_id, tokens, reason, reward from completion_uses order by row")
     assert [tuple(u) for u in uses] == [(1, 4, None, 1.0), (1, 4, None, 0.0)]
     record = checkpoints.load_record(log.artifacts / "default" / "agent" / "000001-1")
