@@ -12,6 +12,7 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
@@ -33,6 +34,8 @@ _REMEMBERED_SECONDS = 5.0
 _REMEMBERED = 10_000
 _NEVER = float("-inf")
 _OPEN = frozenset({"/healthz", "/readyz", "/ui/login"})
+_SHOWS_MORE = "/readyz"
+"""Open to everybody, and says more to those who may read."""
 _OPEN_FOLDER = "/ui/static/"
 
 COOKIE = "strop_key"
@@ -232,6 +235,9 @@ class Authentication:
         """Let a request through, or answer it with 401 or 403."""
         path = scope["path"] if scope["type"] == "http" else ""
         if not path or path in _OPEN or path.startswith(_OPEN_FOLDER):
+            if path == _SHOWS_MORE:
+                with suppress(ApiError):
+                    await authenticate(scope, "read")
             await self._app(scope, receive, send)
             return
         if _PAGES.fullmatch(path):

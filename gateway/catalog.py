@@ -12,6 +12,11 @@ from gateway.errors import ApiError, model_not_found
 _VERSIONED = re.compile(r"(?P<policy>.+)@(?P<number>\d{1,9})")
 
 
+def is_version(name: str) -> bool:
+    """Whether a name has the form of a version's, as clients write it or as replicas serve it."""
+    return _VERSIONED.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
     """A policy and its versions that requests may be sent to."""

@@ -187,6 +187,9 @@ class FakeVllm:
 
     async def _embeddings(self, request: web.Request) -> web.StreamResponse:
         body = await self._body(request)
+        self.faults.refuse()
+        if self.faults.die_mid_stream is not None and request.transport is not None:
+            request.transport.abort()
         self._mark(body.get("model"))
         texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
         if not texts or not all(isinstance(text, str) for text in texts):
@@ -202,9 +205,7 @@ class FakeVllm:
     ) -> web.StreamResponse:
         self.stats["in_flight"] += 1
         try:
-            if self.faults.status_times:
-                self.faults.status_times -= 1
-                raise ApiError("told to fail", "InternalServerError", code=self.faults.status)
+            self.faults.refuse()
             reply = answer()
             reply.model = reply.request.model or self.model
             reply.cached_tokens = self.cached_tokens

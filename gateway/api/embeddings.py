@@ -6,9 +6,11 @@ import aiohttp
 import orjson
 from starlette.types import Receive, Scope, Send
 
+from gateway.api.delivery import NO_REPLICA
 from gateway.api.endpoint import JsonEndpoint
+from gateway.backends.asking import ask
 from gateway.backends.vllm import Replica, error_message
-from gateway.catalog import served_version
+from gateway.catalog import is_version, served_version
 from gateway.errors import ApiError, invalid, json_response
 from gateway.gateway import Gateway
 from gateway.http import unless_hung_up
@@ -47,45 +49,41 @@ async def forward(gateway: Gateway, path: str, body: Json) -> Json:
     Raises:
         ApiError: no replica answers, or one answers with an error.
     """
-    failed: Replica | None = None
-    for _ in range(2):
-        replica, model = _choose(gateway, body["model"], failed)
-        if replica is None:
-            break
-        try:
-            async with replica.post(path, {**body, "model": model}, model) as response:
-                raw = await response.read()
-        except aiohttp.ClientConnectorError as error:
-            replica.lost(str(error))
-            gateway.publisher.poke()
-            failed = replica
-            continue
-        except TimeoutError:
-            raise ApiError(504, "vLLM did not answer in time. Send the request again.") from None
-        except aiohttp.ClientError as error:
-            raise ApiError(502, f"vLLM broke off: {error}. Send the request again.") from error
-        if response.status >= 400:
-            raise ApiError(response.status, error_message(raw), code="upstream_refused")
-        try:
-            answer: Json = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            raise ApiError(502, "vLLM sent what is not JSON.", code="upstream_failed") from None
-        return answer
-    raise ApiError(
-        503,
-        "No vLLM replica answers. Try again in a few seconds; GET /readyz says what is missing.",
-        retry_after=2,
-    )
+    try:
+        answered = await ask(
+            path,
+            body,
+            lambda without: _choose(gateway, body["model"], without),
+            gateway.publisher.poke,
+        )
+    except TimeoutError:
+        raise ApiError(504, "vLLM did not answer in time. Send the request again.") from None
+    except aiohttp.ClientError as error:
+        raise ApiError(502, f"vLLM broke off: {error}. Send the request again.") from error
+    if answered is None:
+        raise ApiError(503, NO_REPLICA, retry_after=2)
+    status, raw = answered
+    if status >= 400:
+        raise ApiError(status, error_message(raw), code="upstream_refused")
+    try:
+        answer: Json = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise ApiError(502, "vLLM sent what is not JSON.", code="upstream_failed") from None
+    return answer
 
 
 def _choose(gateway: Gateway, model: str, without: Replica | None) -> tuple[Replica | None, str]:
     """A replica, and the name that the model has there.
 
-    A model that is no policy may still be served: an embedding model beside the base model.
+    A model that is no policy may still be served: an embedding model beside the base model. What
+    replicas serve as a version of a policy is its project's alone, and has its name in the catalog.
     """
-    served = [r for r in gateway.pool.healthy if model in r.models and r is not without]
+    pool = gateway.pool
+    served = [] if is_version(model) else [r for r in pool.healthy if model in r.models]
     if served:
-        return min(served, key=lambda replica: replica.in_flight), model
+        fitting = [r for r in served if r is not without and r.url not in pool.drained]
+        fitting = [r for r in fitting if not r.ejection.now] or fitting
+        return min(fitting, key=lambda replica: replica.in_flight, default=None), model
     policy, pinned = gateway.publisher.catalog.find(gateway.project, model)
     _, name = served_version(policy, pinned, None)
-    return gateway.pool.choose(name, "", without), name
+    return pool.choose(name, "", without), name

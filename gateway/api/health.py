@@ -4,7 +4,7 @@ import asyncio
 import os
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from sqlalchemy import text
 from starlette.responses import Response
 
@@ -23,8 +23,12 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz", responses={503: {"description": "Not ready; the body says why"}})
-async def readyz(gateway: Strop) -> Response:
-    """Whether every policy is served, and what is wrong if one is not."""
+async def readyz(request: Request, gateway: Strop) -> Response:
+    """Whether every policy of the key's project is served, and what is wrong if one is not.
+
+    Without a key that may read: whether those of the project `default` are, and none by name.
+    """
+    named = "principal" in request.scope.get("state", {})
     problems: list[str] = []
     warnings: list[str] = []
 
@@ -44,7 +48,7 @@ async def readyz(gateway: Strop) -> Response:
             "url": replica.url,
             "healthy": replica.healthy,
             "error": replica.error,
-            "serves": replica_json(gateway, replica)["serves"],
+            "serves": replica_json(gateway, replica)["serves"] if named else [],
             "in_flight": replica.in_flight,
         }
         for replica in gateway.pool.replicas
@@ -54,16 +58,15 @@ async def readyz(gateway: Strop) -> Response:
     elif not gateway.pool.healthy:
         problems.append("no vLLM replica answers")
     served = catalog.of(gateway.project)
-    problems += [
-        f"{policy.name}@{policy.alias} is not loaded on any replica"
-        for policy in served
-        if policy.alias not in policy.loaded
-    ]
+    absent = [p for p in served if p.alias not in p.loaded]
+    if named:
+        problems += [f"{p.name}@{p.alias} is not loaded on any replica" for p in absent]
+    elif absent:
+        problems.append("a policy is not loaded on any replica; a key that may read is told which")
     if not served:
         problems.append("there is no policy yet")
-    warnings += [
-        why for (project, _), why in gateway.publisher.blocked.items() if project == gateway.project
-    ]
+    mine = gateway.project if named else None
+    warnings += [why for (project, _), why in gateway.publisher.blocked.items() if project == mine]
     journal = gateway.writer.journal
     body: dict[str, Any] = {
         "ready": not problems,
@@ -76,12 +79,12 @@ async def readyz(gateway: Strop) -> Response:
                 "canary": policy.canary,
                 "canary_share": policy.canary_share if policy.canary is not None else None,
             }
-            for policy in served
+            for policy in (served if named else ())
         },
         "failed_versions": {
             name: failure
             for (project, name), failure in gateway.publisher.failures.items()
-            if project == gateway.project
+            if project == mine
         },
         "replicas": replicas,
         # Of several on this port, the one that answered this.

@@ -6,9 +6,10 @@ from fastapi import APIRouter, Depends
 
 from gateway.api.stored import write
 from gateway.backends.vllm import Replica
-from gateway.errors import not_found
+from gateway.errors import ApiError, not_found
 from gateway.gateway import Gateway, gateway_of
 from gateway.store import drains
+from gateway.store.models import DEFAULT_PROJECT
 
 router = APIRouter(tags=["replicas"])
 Strop = Annotated[Gateway, Depends(gateway_of)]
@@ -39,6 +40,16 @@ def _named(gateway: Gateway, name: str) -> Replica:
     raise not_found("replica", name, "GET /v1/replicas lists them.")
 
 
+def _operator(gateway: Gateway) -> None:
+    if gateway.project != DEFAULT_PROJECT:
+        raise ApiError(
+            403,
+            "Replicas serve all projects, so taking one out of use needs a key with the scope "
+            f"admin of the project {DEFAULT_PROJECT}, or STROP_ADMIN_KEY.",
+            code="insufficient_scope",
+        )
+
+
 @router.get("/v1/replicas")
 async def list_replicas(gateway: Strop) -> dict[str, Any]:
     """All replicas, as this gateway sees them."""
@@ -49,6 +60,7 @@ async def list_replicas(gateway: Strop) -> dict[str, Any]:
 @router.post("/v1/replicas/{name}/drain")
 async def drain_replica(name: str, gateway: Strop) -> dict[str, Any]:
     """Give a replica no new requests, from any gateway; what it has begun it ends."""
+    _operator(gateway)
     replica = _named(gateway, name)
     await write(gateway, lambda connection: drains.drain(connection, replica.url))
     gateway.pool.drained |= {replica.url}
@@ -59,6 +71,7 @@ async def drain_replica(name: str, gateway: Strop) -> dict[str, Any]:
 @router.post("/v1/replicas/{name}/resume")
 async def resume_replica(name: str, gateway: Strop) -> dict[str, Any]:
     """Use a replica again."""
+    _operator(gateway)
     replica = _named(gateway, name)
     await write(gateway, lambda connection: drains.resume(connection, replica.url))
     gateway.pool.drained -= {replica.url}

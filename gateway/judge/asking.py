@@ -10,8 +10,9 @@ import aiohttp
 import orjson
 
 from gateway.backends import providers
+from gateway.backends.asking import ask
 from gateway.backends.providers import Provider, ProviderError
-from gateway.backends.vllm import ReplicaPool, error_message
+from gateway.backends.vllm import Replica, ReplicaPool, error_message
 from gateway.catalog import served_version
 from gateway.errors import ApiError
 from gateway.publisher import Publisher
@@ -60,14 +61,17 @@ class Asker:
             _, served = served_version(policy, pinned, None)
         except ApiError as error:
             raise NotNow(f"{body['model']} is neither a provider nor served: {error}") from error
-        replica = self._pool.choose(served, "judge")
-        if replica is None:
-            raise NotNow(f"no replica serves {served}")
+
+        def choose(without: Replica | None) -> tuple[Replica | None, str]:
+            return self._pool.choose(served, "judge", without), served
+
         try:
-            async with replica.post("/v1/chat/completions", {**body, "model": served}, served) as r:
-                raw = await r.read()
-                if r.status >= 400:
-                    raise NotNow(f"{served} answered {r.status}: {error_message(raw)}")
+            answered = await ask("/v1/chat/completions", body, choose, self._publisher.poke)
+            if answered is None:
+                raise NotNow(f"no replica serves {served}")
+            status, raw = answered
+            if status >= 400:
+                raise NotNow(f"{served} answered {status}: {error_message(raw)}")
             answer = orjson.loads(raw)
         except (aiohttp.ClientError, TimeoutError, OSError, orjson.JSONDecodeError) as error:
             raise NotNow(f"{served}: {error}") from error

@@ -12,6 +12,7 @@ import pytest
 from gateway.backends import members
 from gateway.backends.ejection import Ejection
 from gateway.gateway import Gateway
+from gateway.judge.asking import Asker, NotNow
 from gateway.settings import Settings
 from tests.fake_vllm import FakeVllm
 from tests.gateway.conftest import serving
@@ -191,6 +192,51 @@ async def test_a_drained_replica_ends_what_it_began_and_gets_nothing_new(
         assert two[0].stats["requests"] > before
         status, shown = await strop.post("/v1/replicas/nobody/drain")
         assert (status, shown["error"]["code"]) == (404, "replica_not_found")
+
+
+@pytest.mark.parametrize("model", ["agent", "base"])
+@pytest.mark.parametrize("fault", ["status", "cut off"])
+async def test_requests_that_are_not_logged_count_for_ejection_and_are_repeated(
+    tmp_path: Path, toy_base: Path, two: list[FakeVllm], model: str, fault: str
+):
+    async with fleet(tmp_path, toy_base, [vllm.url for vllm in two]) as strop:
+        if fault == "status":
+            two[0].faults.status, two[0].faults.status_times = 500, 10_000
+        else:
+            two[0].faults.die_mid_stream = 0
+        asked = {"model": model, "input": "aaa"}
+        for _ in range(8):
+            async with strop.http.post(strop.url + "/v1/embeddings", json=asked) as response:
+                assert response.status == 200, await response.text()
+        first, second = strop.gateway.pool.replicas
+        assert (first.ejection.failures, first.ejection.now) == (3, True)
+        assert (second.ejection.failures, second.ejection.now) == (0, False)
+        # One that is drained gets none of them either.
+        await strop.post(f"/v1/replicas/{name_of(two[1])}/drain")
+        before = two[1].stats["requests"]
+        async with strop.http.post(strop.url + "/v1/embeddings", json=asked) as response:
+            assert response.status == (500 if fault == "status" else 502)
+        assert two[1].stats["requests"] == before
+
+
+async def test_a_judge_of_our_own_counts_for_ejection_and_is_asked_elsewhere(
+    tmp_path: Path, toy_base: Path, two: list[FakeVllm]
+):
+    async with fleet(tmp_path, toy_base, [vllm.url for vllm in two]) as strop:
+        gateway = strop.gateway
+        asker = Asker({}, gateway.publisher, gateway.pool)
+        body = {"model": "agent", "messages": [{"role": "user", "content": "?"}], "max_tokens": 3}
+        own = gateway.pool.choose("agent@0", "judge")
+        (failing,) = [vllm for vllm in two if own is not None and vllm.url == own.url]
+        failing.faults.status, failing.faults.status_times = 500, 10_000
+        for _ in range(8):
+            assert (await asker.ask("default", body)).body["choices"]
+        assert own is not None
+        assert (own.ejection.failures, own.ejection.now) == (3, True)
+        for vllm in two:
+            vllm.faults.status, vllm.faults.status_times = 500, 10_000
+        with pytest.raises(NotNow, match="answered 500"):
+            await asker.ask("default", body)
 
 
 async def test_replicas_behind_a_name_come_and_go(

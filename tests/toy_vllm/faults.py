@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tests.toy_vllm.replies import Reply, Step
+from tests.toy_vllm.requests import ApiError
 
 
 @dataclass
@@ -42,6 +43,16 @@ class Faults:
     """Refuse so many loads of an adapter with `load_status`; −1: all of them."""
     load_slow: float = 0.0
     """Seconds that a load takes."""
+
+    def refuse(self) -> None:
+        """Fail a request that is to fail.
+
+        Raises:
+            ApiError: with `status`.
+        """
+        if self.status_times:
+            self.status_times -= 1
+            raise ApiError("told to fail", "InternalServerError", code=self.status)
 
     def distort(self, reply: Reply) -> None:
         """Put the faults of the reply's content into it."""
