@@ -289,3 +289,22 @@ def test_the_completion_of_a_shell_can_be_installed(shell: str, tmp_path):
     command = [sys.executable, "-c", code, "--show-completion", shell]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert f"_STROP_COMPLETE=complete_{shell}" in done.stdout
+
+
+async def test_replicas_are_listed_drained_and_resumed(strop: Running):
+    name = strop.vllm.url.removeprefix("http://")
+    listed = (await strop_command(strop, "replicas", "list")).output
+    assert re.search(rf"{name} +│ serving +│ 0 +│ agent@0 ", listed)
+    drained = await strop_command(strop, "replicas", "drain", name)
+    assert drained.exit_code == 0
+    assert "gets no new requests; nothing is in flight here" in drained.output
+    shown = json.loads((await strop_command(strop, "replicas", "list", "--json")).output)
+    assert [(each["name"], each["state"]) for each in shown["data"]] == [(name, "drained")]
+    assert (await strop.post("/v1/chat/completions", {"model": "agent", "messages": ASK}))[0] == 503
+    # A URL is a name too.
+    resumed = await strop_command(strop, "replicas", "resume", strop.vllm.url, "--json")
+    assert json.loads(resumed.output)["state"] == "serving"
+    assert (await strop.post("/v1/chat/completions", {"model": "agent", "messages": ASK}))[0] == 200
+    missing = await strop_command(strop, "replicas", "drain", "nobody:8000")
+    assert missing.exit_code == 1
+    assert "GET /v1/replicas lists them" in " ".join(missing.output.split())
