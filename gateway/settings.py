@@ -88,6 +88,10 @@ class Settings(StoreSettings):
     """Completions that one process answers at once; further ones are refused with 429, and clients
     try again. Each holds its body and its answer in memory."""
 
+    max_choices: int = Field(default=128, ge=1)
+    """Largest `n`: choices of one completion, or of each prompt of a text completion. vLLM samples
+    them all at once, and their tokens stay in memory until they are logged."""
+
     upstream_timeout: float = Field(default=600.0, gt=0)
     """Seconds that vLLM may take for one answer, or between two chunks of it."""
 

@@ -118,7 +118,7 @@ async def _replay(response: Json, wants: Wants, send: Send) -> None:
 
 async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
     created_at = time.time()
-    check_chat(body)
+    check_chat(body, gateway.settings.max_choices)
     if gateway.writer.full:
         raise ApiError(
             429,

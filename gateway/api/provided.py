@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, body: Json) -> None:
     """Answer a request for a configured provider's model."""
-    check_chat(body)
+    check_chat(body, gateway.settings.max_choices)
     name = body["model"]
     claims = read_claims(scope["path_params"], headers_of(scope), body.get("metadata") or {})
     placement = await gateway.placements.find(

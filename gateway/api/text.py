@@ -18,7 +18,7 @@ from gateway.api.delivery import EVENTS, JSON, NO_REPLICA, open_upstream, store
 from gateway.api.endpoint import JsonEndpoint
 from gateway.backends.vllm import UpstreamResponse, error_message
 from gateway.capture.attribution import read_claims
-from gateway.capture.request import Wants, sampling_of, upstream_body
+from gateway.capture.request import Wants, check_choices, sampling_of, upstream_body
 from gateway.capture.streaming import DONE, BrokenStream, encode, relay
 from gateway.capture.tokens import Json, WrongVersion
 from gateway.capture.translate_text import TextCapture
@@ -56,6 +56,7 @@ class TextCompletions(JsonEndpoint):
     ) -> None:
         """Answer one request."""
         prompts = _prompts(body)
+        check_choices(body, gateway.settings.max_choices)
         n = body.get("n") or 1
         exchanges = [
             await _prepare(gateway, scope, body, prompt, index * n)

@@ -16,6 +16,9 @@ from gateway.store.records import StoredCompletion, StoredTrajectory
 router = APIRouter(tags=["trajectories"])
 Strop = Annotated[Gateway, Depends(gateway_of)]
 
+_DELETED_AT_ONCE = 20
+"""Trajectories that are deleted in one transaction: requests wait for it."""
+
 
 def _turn(completion: StoredCompletion, tokens: bool) -> dict[str, Any]:
     turn = completion_json(completion, [])
@@ -64,6 +67,42 @@ async def retrieve_trajectory(
     if found is None:
         raise _unknown(trajectory_id)
     return trajectory_json(found, tokens)
+
+
+@router.delete("/v1/trajectories")
+async def delete_old_trajectories(
+    gateway: Strop,
+    before: Annotated[
+        float,
+        Query(
+            allow_inf_nan=False,
+            description="Unix seconds. A completion or a reward that came later keeps its "
+            "trajectory.",
+        ),
+    ],
+    forget_uses: ForgetUses = False,
+) -> dict[str, Any]:
+    """Delete all trajectories in which nothing happened since a time; some at a time.
+
+    A client that breaks off can ask again.
+    """
+    total = deletion.Deleted()
+    while True:
+        deleted = await write(
+            gateway,
+            lambda connection: deletion.delete_older_than(
+                connection, gateway.project, before, _DELETED_AT_ONCE, forget_uses=forget_uses
+            ),
+        )
+        total += deleted
+        if deleted.trajectories < _DELETED_AT_ONCE:
+            break
+    return {
+        "object": "list.deleted",
+        "deleted": True,
+        "completions": total.completions,
+        "trajectories": total.trajectories,
+    }
 
 
 @router.delete("/v1/trajectories/{trajectory_id}")

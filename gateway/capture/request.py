@@ -54,8 +54,11 @@ def parse_body(raw: bytes) -> Json:
     return body
 
 
-def check_chat(body: Json) -> None:
+def check_chat(body: Json, most: int = 128) -> None:
     """Refuse what OpenAI's API refuses; everything else is vLLM's to judge.
+
+    Args:
+        most: the largest `n`.
 
     Raises:
         ApiError: naming the field.
@@ -87,6 +90,7 @@ def check_chat(body: Json) -> None:
             raise invalid(f"{place}.content is required for the role {role}.", f"{place}.content")
     for name in ("n", "max_tokens", "max_completion_tokens"):
         _positive(body, name)
+    check_choices(body, most)
     for name in ("stream", "logprobs", "store", "return_token_ids"):
         if body.get(name) is not None:
             _type(body[name], bool, name, "true or false")
@@ -190,6 +194,22 @@ def is_multimodal(messages: list[Any]) -> bool:
 def _type(value: Any, kind: type, name: str, words: str) -> None:
     if not isinstance(value, kind):
         raise invalid(f"`{name}` must be {words}.", name, "invalid_type")
+
+
+def check_choices(body: Json, most: int) -> None:
+    """Refuse more choices than this gateway takes (`max_choices`).
+
+    Raises:
+        ApiError: 400.
+    """
+    n = body.get("n")
+    if n is not None and n > most:
+        raise invalid(
+            f"`n` is {n}; this gateway takes at most {most} choices in one request (max_choices). "
+            "Ask for the rest in further requests: with one X-Strop-Group they are one group.",
+            "n",
+            "integer_above_max_value",
+        )
 
 
 def _positive(body: Json, name: str) -> None:

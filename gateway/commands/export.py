@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -15,10 +15,11 @@ from typing import Annotated, Any, BinaryIO
 import typer
 from rich.markup import escape
 
-from gateway.commands.chats import ChatImport, InvalidLine
 from gateway.commands.shared import AsJson, err, failed, opened, progress, show_json
 from gateway.store import Database, export
+from gateway.store.importing import ChatImport, InvalidLine
 from gateway.store.models import DEFAULT_PROJECT
+from gateway.store.writer import Writer
 
 data_app = typer.Typer()
 
@@ -146,7 +147,7 @@ def import_log(
     with lines, opened() as (_, database), progress("Reading", size) as advance:
         work = ChatImport(database, project, policy, made_at, skip_invalid)
         try:
-            asyncio.run(work.run(lines, advance))
+            asyncio.run(_import(work, lines, advance))
         except InvalidLine as error:
             raise failed(
                 f"{error} {work.stored} chats were imported. Repair the line and import the file "
@@ -162,6 +163,15 @@ def import_log(
         f"{len(work.skipped)} lines were passed over.",
         highlight=False,
     )
+
+
+async def _import(work: ChatImport, lines: Iterable[bytes], advance: Callable[[int], None]) -> None:
+    writer = Writer(work.database)
+    writer.start()
+    try:
+        await work.run(writer, lines, advance)
+    finally:
+        await writer.close()
 
 
 def _told(work: ChatImport) -> dict[str, Any]:

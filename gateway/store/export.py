@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 from sqlalchemy import ColumnElement, and_, func, or_, select
@@ -242,7 +242,7 @@ class MissingPyarrow(Exception):
 def write_parquet(
     database: Database,
     selection: Selection,
-    path: Path,
+    file: Path | BinaryIO,
     advance: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Write one row for every sampled choice, with exact tokens; returns how many.
@@ -260,11 +260,11 @@ def write_parquet(
         raise MissingPyarrow("Parquet needs pyarrow. Install it: pip install pyarrow.") from None
     schema = _schema(arrow)
     written = 0
-    with parquet.ParquetWriter(path, schema, compression="zstd") as file:
+    with parquet.ParquetWriter(file, schema, compression="zstd") as output:
 
         def flush(rows: list[Json]) -> int:
             if rows:
-                file.write_table(arrow.Table.from_pylist(rows, schema))
+                output.write_table(arrow.Table.from_pylist(rows, schema))
             return len(rows)
 
         waiting: list[Json] = []

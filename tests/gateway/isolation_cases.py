@@ -136,6 +136,7 @@ READING = [
     page("/v1/export"),
     page("/v1/export", f"/v1/export?format=openai&policy={POLICY}"),
     page("/v1/export", "/v1/export?min_reward=0"),
+    page("/v1/export", "/v1/export?format=parquet"),
     page("/v1/replicas"),
     page("/v1/events", headers={"last-event-id": "0"}),
     page("/metrics"),
@@ -179,6 +180,10 @@ CHANGING = [
         body={"metadata": {"owner": "me"}},
     ),
     Case("POST", "/v1/groups/{group_id}/close"),
+    Case("POST", "/v1/import", f"/v1/import?created=1000&policy={POLICY}", theirs=OWN, body={
+        "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
+        "reward": 1,
+    }),
     # The same name is another policy; a version of ours is not forked.
     Case("POST", "/v1/policies", body={"name": POLICY}, theirs=(201,), ours=409),
     Case("POST", "/v1/policies/{name}/fork", body={"version": 0, "name": "copy"}, ours=201),
@@ -212,6 +217,7 @@ CHANGING = [
     Case("DELETE", "/v1/chat/completions", f"/v1/chat/completions?metadata[owner]={OWNER}",
          theirs=OWN),
     Case("DELETE", "/v1/trajectories/{trajectory_id}"),
+    Case("DELETE", "/v1/trajectories", "/v1/trajectories?before=4000000000", theirs=OWN),
 ]  # fmt: skip
 
 CASES = [*INFERENCE, *READING, *CHANGING]

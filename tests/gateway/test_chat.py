@@ -176,6 +176,7 @@ async def test_an_unknown_model_is_a_404_that_names_the_models(strop: Running):
         ({"model": "agent", "messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"model": "agent", "messages": ASK, "n": 0}, "n"),
         ({"model": "agent", "messages": ASK, "n": True}, "n"),
+        ({"model": "agent", "messages": ASK, "n": 129}, "n"),
         ({"model": "agent", "messages": ASK, "n": "2"}, "n"),
         ({"model": "agent", "messages": ASK, "max_tokens": 0}, "max_tokens"),
         ({"model": "agent", "messages": ASK, "temperature": "hot"}, "temperature"),

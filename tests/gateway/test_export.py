@@ -1,7 +1,9 @@
 """`strop export` and `strop import`, on SQLite and PostgreSQL, and `GET /v1/export`."""
 
 import asyncio
+import io
 import json
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -329,5 +331,68 @@ async def test_the_log_is_streamed_over_http(strop: Running):
     async with strop.http.get(strop.url + "/v1/export") as response:
         lines = [json.loads(line) async for line in response.content]
     assert [line["strop"]["completion_id"] for line in lines] == [reply.id for reply in replies]
-    status, body = await strop.get("/v1/export?format=parquet")
+    status, body = await strop.get("/v1/export?format=csv")
     assert (status, body["error"]["param"]) == (422, "format")
+
+
+async def test_parquet_over_http_holds_the_exact_tokens(strop: Running, monkeypatch):
+    reply = await strop.client.chat.completions.create(model="agent", messages=ASK, max_tokens=4)
+    await strop.post("/v1/rewards", {"completion_id": reply.id, "reward": 0.25})
+    async with strop.http.get(strop.url + "/v1/export?format=parquet") as response:
+        assert response.content_type == "application/vnd.apache.parquet"
+        (row,) = pyarrow.parquet.read_table(io.BytesIO(await response.read())).to_pylist()
+    with strop.gateway.database.read() as connection:
+        stored = queries.completion(connection, "default", reply.id)
+    assert row["completion_id"] == reply.id
+    assert row["prompt_token_ids"] == stored.prompt_ids
+    assert row["token_ids"] == stored.choices[0].token_ids
+    assert row["reward"] == 0.25
+    async with strop.http.get(strop.url + "/v1/export?format=parquet&policy=none") as response:
+        assert pyarrow.parquet.read_table(io.BytesIO(await response.read())).num_rows == 0
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    status, body = await strop.get("/v1/export?format=parquet")
+    assert (status, body["error"]["code"]) == (501, "not_installed")
+
+
+async def test_a_log_is_imported_over_http_and_only_once(strop: Running):
+    async def send(text: str, query: str = "") -> tuple[int, dict]:
+        url = strop.url + "/v1/import" + query
+        async with strop.http.post(url, data=text.encode()) as response:
+            return response.status, await response.json()
+
+    lines = [chat("one", created=1000, reward=0.5, metadata={"user": "ada"}), "", chat("two")]
+    text = "\n".join(lines)
+    status, body = await send(text)
+    assert (status, body["error"]["code"]) == (400, "invalid_line")
+    assert "Line 3: it names no time" in body["error"]["message"]
+    status, body = await send("\n".join([lines[0], "{", lines[2]]), "?created=2000")
+    assert (status, "Line 2: it is not JSON" in body["error"]["message"]) == (400, True)
+    # All or nothing.
+    assert (await strop.client.chat.completions.list()).data == []
+    status, body = await send(text, "?created=2000&policy=old")
+    assert (status, body["stored"], body["known"], body["skipped"]) == (200, 2, 0, 0)
+    status, body = await send(text, "?created=2000&policy=old")
+    assert (status, body["stored"], body["known"]) == (200, 0, 2)
+    first, second = (await strop.client.chat.completions.list()).data
+    assert (first.metadata, first.choices[0].message.content) == ({"user": "ada"}, "one")
+    assert (second.model_extra["strop"]["policy"], second.created) == ("old", 2000)
+    assert first.model_extra["strop"]["reason"] == "no_token_ids"
+    status, body = await strop.get(f"/v1/rewards?completion_id={first.id}")
+    assert [reward["reward"] for reward in body["data"]] == [0.5]
+    status, body = await send("[]\n" + chat("three", created=1), "?skip_invalid=true")
+    assert (status, body["stored"], body["skipped"]) == (200, 1, 1)
+    assert body["problems"] == ["Line 1: it is no JSON object."]
+
+
+async def test_what_is_old_is_deleted_over_http(strop: Running):
+    for number in range(25):
+        body = chat(str(number), created=1000 + number)
+        async with strop.http.post(strop.url + "/v1/import", data=body) as response:
+            assert response.status == 200
+    reply = await strop.client.chat.completions.create(model="agent", messages=ASK, max_tokens=4)
+    async with strop.http.delete(strop.url + "/v1/trajectories?before=2000") as response:
+        body = await response.json()
+    assert (response.status, body["trajectories"], body["completions"]) == (200, 25, 25)
+    assert [found.id for found in (await strop.client.chat.completions.list()).data] == [reply.id]
+    async with strop.http.delete(strop.url + "/v1/trajectories") as response:
+        assert (response.status, (await response.json())["error"]["param"]) == (422, "before")

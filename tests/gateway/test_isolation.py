@@ -7,6 +7,7 @@ project is also asked with that project's own key, and must succeed: what is ref
 
 import hashlib
 import hmac
+import io
 import re
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import requests
 from sqlalchemy import Table, insert, select
@@ -151,7 +153,7 @@ class Tenants:
             timeout=(60, 60),
         ) as answer:
             streamed = path in ("/v1/events", "/ui/live")
-            shown = begun(answer) if streamed else answer.text
+            shown = begun(answer) if streamed else text_of(answer)
             said = f"{path} {body} {form} {case.headers}"
             return answer.status_code, shown + str(answer.headers), said
 
@@ -177,6 +179,12 @@ def is_ours(table: Table, row: Any, completions: set[str]) -> bool:
         return row["completion_id"] in completions
     # Nobody's own: leases of parts of strop, and drained replicas.
     return table.name == "drains"
+
+
+def text_of(answer: requests.Response) -> str:
+    if "parquet" not in answer.headers.get("content-type", ""):
+        return answer.text
+    return repr(pyarrow.parquet.read_table(io.BytesIO(answer.content)).to_pylist())
 
 
 def begun(answer: requests.Response) -> str:

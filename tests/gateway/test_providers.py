@@ -1,5 +1,7 @@
 """Models of other providers, through LiteLLM; the fake vLLM plays the provider."""
 
+import json
+
 import pytest
 from openai import APIStatusError
 
@@ -70,3 +72,42 @@ async def test_a_providers_error_comes_in_openais_format_and_is_logged(strop: Ru
             await strop.client.chat.completions.create(model="big", messages=ASK, stream=stream)
         assert caught.value.status_code == 429
         assert caught.value.code == "provider_error"
+
+
+async def test_the_number_of_choices_is_bounded_on_every_surface(make_strop: MakeStrop):
+    async with make_strop(max_choices=3) as strop:
+        provider(strop, options={"api_key": "sk-x"})
+        asked = {"messages": ASK, "max_tokens": 2}
+        for path, body in (
+            ("/v1/chat/completions", {"model": "agent", **asked}),
+            ("/v1/chat/completions", {"model": "big", **asked}),
+            ("/v1/completions", {"model": "agent", "prompt": ["a", "b"], "max_tokens": 2}),
+        ):
+            before = strop.vllm.stats["requests"]
+            for stream in (False, True):
+                more = {**body, "n": 4, "stream": stream}
+                status, answer = await strop.post(path, more)
+                assert (status, answer["error"]["param"]) == (400, "n"), path
+                assert "at most 3 choices" in answer["error"]["message"]
+            assert strop.vllm.stats["requests"] == before
+            assert (await strop.post(path, {**body, "n": 3}))[0] == 200
+
+
+async def test_a_stream_of_a_provider_that_is_not_logged_ends_with_an_error(strop: Running):
+    provider(strop, options={"api_key": "sk-x"})
+    with strop.gateway.database.write() as connection:
+        connection.exec_driver_sql("DROP TABLE choices")
+    body = {"model": "big", "messages": ASK, "max_tokens": 8, "stream": True}
+    async with strop.http.post(strop.url + "/v1/chat/completions", json=body) as response:
+        events = [line for line in (await response.text()).split("\n\n") if line]
+    # What came before its end was said already; its end, and [DONE], are not.
+    assert response.status == 200
+    assert len(events) > 1
+    error = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert error["code"] == "not_logged"
+    said = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert all(choice["finish_reason"] is None for chunk in said for choice in chunk["choices"])
+    # The same for an answer as a whole: it is an error, and nothing of it is served.
+    status, answer = await strop.post("/v1/chat/completions", {**body, "stream": False})
+    assert (status, answer["error"]["code"]) == (500, "not_logged")
+    assert "choices" not in answer

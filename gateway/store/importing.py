@@ -1,4 +1,8 @@
-"""Chats from elsewhere, a line of JSON each, as completions of the log."""
+"""Chats from elsewhere into the log: `{"messages": [..., the answer]}`, one a line.
+
+They have no tokens, so they are never trained on. A line is stored under an id that is made from it
+and its time: what is there already is passed over, and a file can be imported again.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +14,8 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, select
 
-from gateway.store import Database, codec, rewards
+from gateway.store import codec, rewards
+from gateway.store.database import Database
 from gateway.store.models import Completion
 from gateway.store.records import CapturedChoice, CapturedCompletion, Json, TrajectoryRef
 from gateway.store.writer import Writer
@@ -27,7 +32,7 @@ class InvalidLine(ValueError):
 
 
 @dataclass(slots=True)
-class _Chat:
+class Chat:
     """A line of a file, ready to be stored."""
 
     captured: CapturedCompletion
@@ -41,15 +46,20 @@ class ChatImport:
     database: Database
     project: str
     policy: str
-    made_at: float
-    """Unix seconds, for lines that name no time."""
+    made_at: float | None
+    """Unix seconds, for lines that name no time; None: each must name its own."""
     skip_invalid: bool
     stored: int = 0
     known: int = 0
     bytes_read: int = 0
     skipped: list[str] = field(default_factory=list)
 
-    async def run(self, lines: Iterable[bytes], advance: Callable[[int], None]) -> None:
+    async def run(
+        self,
+        writer: Writer,
+        lines: Iterable[bytes],
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Store all lines.
 
         Args:
@@ -58,19 +68,19 @@ class ChatImport:
         Raises:
             InvalidLine: and lines that cannot be read are not to be skipped.
         """
-        writer = Writer(self.database)
-        writer.start()
-        try:
-            chats = self._chats(lines)
-            told = 0
-            while batch := list(islice(chats, _LINES)):
-                await self._store(writer, batch)
-                advance(self.bytes_read - told)
-                told = self.bytes_read
-        finally:
-            await writer.close()
+        chats = self.chats(lines)
+        told = self.bytes_read
+        while batch := await asyncio.to_thread(lambda: list(islice(chats, _LINES))):
+            await self._store(writer, batch)
+            advance(self.bytes_read - told)
+            told = self.bytes_read
 
-    def _chats(self, lines: Iterable[bytes]) -> Iterator[_Chat]:
+    def chats(self, lines: Iterable[bytes]) -> Iterator[Chat]:
+        """What the lines hold.
+
+        Raises:
+            InvalidLine: as above.
+        """
         for number, line in enumerate(lines, 1):
             self.bytes_read += len(line)
             if not line.strip():
@@ -83,7 +93,7 @@ class ChatImport:
                     raise InvalidLine(problem) from None
                 self.skipped.append(problem)
 
-    def _chat(self, line: bytes) -> _Chat:
+    def _chat(self, line: bytes) -> Chat:
         try:
             chat = orjson.loads(line)
         except orjson.JSONDecodeError as error:
@@ -96,6 +106,8 @@ class ChatImport:
         model, tools = chat.get("model", self.policy), chat.get("tools")
         if reward is not None and not _is_number(reward):
             raise InvalidLine("`reward` must be a finite number.")
+        if created is None:
+            raise InvalidLine("it names no time: `created`, in Unix seconds.")
         if not _is_number(created) or not 0 <= created < _END_OF_TIME:
             raise InvalidLine("`created` must be a number of Unix seconds.")
         if not isinstance(model, str) or not isinstance(metadata, dict | None):
@@ -128,13 +140,10 @@ class ChatImport:
             },
             choices=[CapturedChoice(0, "stop")],
         )
-        return _Chat(captured, reward)
+        return Chat(captured, reward)
 
-    async def _store(self, writer: Writer, batch: list[_Chat]) -> None:
-        ids = [chat.captured.id for chat in batch]
-        with self.database.read() as connection:
-            query = select(Completion.id).where(Completion.id.in_(ids))
-            there = set(connection.execute(query).scalars())
+    async def _store(self, writer: Writer, batch: list[Chat]) -> None:
+        there = await asyncio.to_thread(self._known, [chat.captured.id for chat in batch])
         fresh = {c.captured.id: c.captured for c in batch if c.captured.id not in there}
         await asyncio.gather(*(writer.store(captured) for captured in fresh.values()))
         posted = [
@@ -155,6 +164,11 @@ class ChatImport:
             await writer.run(post)
         self.stored += len(fresh)
         self.known += len(batch) - len(fresh)
+
+    def _known(self, ids: list[str]) -> set[str]:
+        with self.database.read() as connection:
+            query = select(Completion.id).where(Completion.id.in_(ids))
+            return set(connection.execute(query).scalars())
 
 
 def _messages(messages: Any) -> tuple[list[Json], Json]:
