@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway import __version__, errors, retention
+from gateway import __version__, errors, preload, retention
 from gateway.api import (
     completions,
     events,
@@ -200,6 +200,8 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
                 database, writer, asker, traced=settings.langfuse.projects, poll=settings.judge_poll
             )
             tasks.append(asyncio.create_task(judging.run()))
+            if settings.preload_litellm or settings.providers:
+                tasks.append(asyncio.create_task(preload.litellm()))
             days, by_project = settings.retention_days, settings.project_retention_days
             if days is not None or by_project:
                 deleting = retention.run(database, writer, days, by_project, worker.publishes)

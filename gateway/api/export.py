@@ -3,7 +3,7 @@
 import asyncio
 import tempfile
 from collections.abc import Iterator
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import StreamingResponse
@@ -57,7 +57,7 @@ def export_log(
 
 def _parquet(gateway: Gateway, selection: export.Selection) -> StreamingResponse:
     # What a Parquet file holds is told at its end. On the disk: it may be larger than the memory.
-    file: BinaryIO = tempfile.TemporaryFile()  # type: ignore[assignment]  # noqa: SIM115
+    file = tempfile.TemporaryFile()  # noqa: SIM115
     try:
         export.write_parquet(gateway.database, selection, file)
     except export.MissingPyarrow as error:

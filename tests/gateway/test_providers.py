@@ -1,11 +1,15 @@
 """Models of other providers, through LiteLLM; the fake vLLM plays the provider."""
 
+import asyncio
 import json
+import sys
 
 import pytest
 from openai import APIStatusError
 
+from gateway import preload
 from gateway.backends.providers import Provider
+from gateway.capture import translate, translate_messages, translate_responses
 from gateway.store import queries
 from tests.gateway.conftest import MakeStrop, Running
 
@@ -111,3 +115,18 @@ async def test_a_stream_of_a_provider_that_is_not_logged_ends_with_an_error(stro
     status, answer = await strop.post("/v1/chat/completions", {**body, "stream": False})
     assert (status, answer["error"]["code"]) == (500, "not_logged")
     assert "choices" not in answer
+
+
+async def test_litellm_is_imported_before_it_is_needed(make_strop: MakeStrop, monkeypatch):
+    monkeypatch.setattr(translate, "_loaded", {})
+    monkeypatch.setattr(preload, "_AFTER_SECONDS", 0.0)
+    interval = sys.getswitchinterval()
+    big = {"big": Provider(model="openai/base")}
+    for options in ({"preload_litellm": True}, {"providers": big}):
+        translate._loaded.clear()
+        async with make_strop(**options) as strop:
+            while len(translate._loaded) < 2 or sys.getswitchinterval() < interval:
+                await asyncio.sleep(0.01)
+            ask = {"model": "agent", "input": "?", "max_output_tokens": 3}
+            assert (await strop.post("/v1/responses", ask))[0] == 200
+        assert {translate_responses.MODULE, translate_messages.MODULE} <= translate._loaded.keys()
