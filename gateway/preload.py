@@ -2,7 +2,7 @@
 
 Importing runs in a thread and takes turns with the event loop, which may have to wait a switch
 interval (5 ms) for each of its turns. For as long as it lasts the interval is shorter, so that
-requests hardly feel it.
+requests wait less.
 """
 
 import asyncio

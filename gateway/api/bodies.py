@@ -189,6 +189,17 @@ REQUESTS: dict[str, Json] = {
 }
 """What a surface takes, by its path under `/v1/`."""
 
+CHAT: Json = _object(
+    "messages",
+    messages=_list(_MESSAGE, minItems=2),
+    tools=_list(_TOOL),
+    model=_TEXT,
+    created={"type": "number", "minimum": 0},
+    metadata=_METADATA,
+    reward=_maybe("number"),
+)
+"""A line of an import; the last of its messages is the answer."""
+
 _USAGE = _object(
     "prompt_tokens completion_tokens total_tokens",
     prompt_tokens=_COUNT,

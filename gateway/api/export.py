@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import StreamingResponse
 
+from gateway.api import bodies
 from gateway.errors import ApiError, invalid
 from gateway.gateway import Gateway, gateway_of
 from gateway.http import ClientGone, read_body
@@ -89,7 +90,11 @@ def _parquet(gateway: Gateway, selection: export.Selection) -> StreamingResponse
     openapi_extra={
         "requestBody": {
             "required": True,
-            "content": {"application/x-ndjson": {"schema": {"type": "string"}}},
+            "content": {
+                # One chat is a line too.
+                "application/json": {"schema": bodies.CHAT},
+                "application/x-ndjson": {"schema": {"type": "string"}},
+            },
         }
     },
 )

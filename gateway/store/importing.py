@@ -112,6 +112,8 @@ class ChatImport:
             raise InvalidLine("`created` must be a number of Unix seconds.")
         if not isinstance(model, str) or not isinstance(metadata, dict | None):
             raise InvalidLine("`model` must be text, and `metadata` an object.")
+        if not isinstance(tools, list | None):
+            raise InvalidLine("`tools` must be a list.")
         # Laid out as every id, and the same for the same line, so that it is not logged twice.
         same = codec.digest(self.project.encode() + b"\n" + line)[:10].hex()
         name = f"{int(created * 1000):012x}{same}"

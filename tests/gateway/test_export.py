@@ -287,6 +287,7 @@ def test_an_export_can_be_imported_again(database: Database, tmp_path: Path):
         (chat("x", created="today"), "`created`"),
         (chat("x", created=-1), "`created`"),
         (chat("x", metadata=[]), "`metadata`"),
+        (chat("x", tools={}), "`tools`"),
     ],
 )
 def test_a_line_that_is_no_chat_is_named(database: Database, line, problem):

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import orjson
 import pytest
 import requests
 import schemathesis
@@ -28,6 +29,12 @@ from tests.gateway.threaded import in_a_thread
 from tests.store import conftest as store
 
 postgres = store.postgres
+
+
+@schemathesis.serializer("application/x-ndjson")
+def as_lines(_: Any, value: Any) -> bytes:
+    return value.encode(errors="replace") if isinstance(value, str) else orjson.dumps(value)
+
 
 EXAMPLES = int(os.environ.get("STROP_FUZZ_EXAMPLES", "3"))
 CHECKS: list[Any] = [
