@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-LOGITS = 1 << 24
-"""Logits that are held at once, in numbers (64 MB as float32)."""
+LOGITS = {"cpu": 1 << 22, "cuda": 1 << 24}
+"""Logits that are held at once, in numbers: 16 and 64 MB as float32, a few times over."""
 
 
 def score(
@@ -54,7 +54,7 @@ class _FrozenHead(torch.autograd.Function):
         term_token: Tensor,
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        rows, size = len(hidden), _chunk(weight.shape[0])
+        rows, size = len(hidden), _chunk(weight.shape[0], hidden)
         with_grad = ctx.needs_input_grad[0]
         logprobs = temperatures.new_empty(len(term_row))
         entropies = torch.empty_like(temperatures)
@@ -94,8 +94,8 @@ class _FrozenHead(torch.autograd.Function):
         return grad.to(expected.dtype), None, None, None, None, None, None
 
 
-def _chunk(vocabulary: int) -> int:
-    return max(1, LOGITS // vocabulary)
+def _chunk(vocabulary: int, hidden: Tensor) -> int:
+    return max(1, LOGITS[hidden.device.type] // vocabulary)
 
 
 def _in_checkpoints(
@@ -120,7 +120,7 @@ def _in_checkpoints(
     logprobs = temperatures.new_zeros(len(term_row))
     entropies = torch.zeros_like(logprobs)
     vocabulary = int(cast(Any, head).weight.shape[0]) if hasattr(head, "weight") else 1 << 17
-    size = _chunk(vocabulary)
+    size = _chunk(vocabulary, hidden)
     for start in range(0, len(hidden), size):
         stop = min(start + size, len(hidden))
         terms = ((term_row >= start) & (term_row < stop)).nonzero().squeeze(1)

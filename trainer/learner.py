@@ -23,6 +23,7 @@ from trainer.logprobs import Way, choose_way
 from trainer.lora_linear import speed_up
 from trainer.model import ModelError, check_targets, device_of, load_base_model, lora_config
 from trainer.packing import PackedStep, micro_batches, pack, row_tokens, unique_tokens
+from trainer.remade import remake
 from trainer.samples import ChoiceKey, Sample
 from trainer.settings import TrainerSettings
 
@@ -112,6 +113,7 @@ class Learner:
             peft_config=lora_config(lora, policy.base_model),
         )
         speed_up(self.trainer.model)
+        remake(self.trainer.model)
         memory.spare_collection(self.trainer.accelerator)
         self.trainer.recompute = chosen.old_policy == "recomputed"
         if policy.reference_path is not None:

@@ -2,7 +2,8 @@
 
 y = x W' + b + s (x A') B', as PEFT computes it, but without intermediate results of the layer's
 full width, and with the products for the derivatives of A and B turned so that their long side
-lies where a CPU's matrix multiplication is quick. The weights stay PEFT's.
+lies where a CPU's matrix multiplication is quick. The weights stay PEFT's. An input that can be
+made again (see `trainer.remade`) is not kept for the backward pass.
 """
 
 from typing import Any, cast
@@ -11,30 +12,41 @@ import torch
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
+from trainer.remade import Origin, origin_of
+
 
 class _Adapted(torch.autograd.Function):
     """Inputs (N, in) → (N, out); W (out, in), A (r, in), B (out, r)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        origin: Origin | None,
     ) -> Tensor:
         inner = nn.functional.linear(x, a)
         out = nn.functional.linear(x, weight, bias)
         out.addmm_(inner, b.t(), alpha=scale)
-        ctx.save_for_backward(x, weight, a, b, inner)
-        ctx.scale = scale
+        kept = (x,) if origin is None else origin.parts
+        ctx.save_for_backward(weight, a, b, inner, *kept)
+        ctx.scale, ctx.make = scale, None if origin is None else origin.make
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, inner = cast(tuple[Tensor, ...], ctx.saved_tensors)
+        weight, a, b, inner, *kept = cast(tuple[Tensor, ...], ctx.saved_tensors)
+        x = kept[0] if ctx.make is None else ctx.make(*kept).view(-1, a.shape[1])
         grad = grads[0]
         to_inner = nn.functional.linear(grad, b.t().contiguous()) * ctx.scale
         to_a = to_inner.t() @ x
         to_b = ((inner.t() @ grad) * ctx.scale).t()
         to_x = (grad @ weight).addmm_(to_inner, a) if ctx.needs_input_grad[0] else None
-        return to_x, None, None, to_a, to_b, None
+        return to_x, None, None, to_a, to_b, None, None
 
 
 def speed_up(model: nn.Module, adapter: str = "default") -> int:
@@ -81,6 +93,7 @@ def _forward(layer: Any, adapter: str) -> Any:
             layer.lora_A[adapter].weight,
             layer.lora_B[adapter].weight,
             layer.scaling[adapter],
+            origin_of(x),
         )
         return cast(Tensor, out).view(*x.shape[:-1], -1)
 

@@ -44,9 +44,12 @@ class _TrieAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        groups, shared, tokens, _ = query.shape
-        # Every token is in the segment it belongs to, so all of both is written.
-        out = query.new_empty(query.shape, dtype=torch.promote_types(query.dtype, torch.float32))
+        groups, shared, tokens, width = query.shape
+        # Every token is in the segment it belongs to, so all of both is written. Heads lie beside
+        # each other, as the next layer reads them, so that it needs no copy and keeps none.
+        exact = torch.promote_types(query.dtype, torch.float32)
+        laid = query.new_empty((tokens, groups, shared, width), dtype=exact)
+        out = laid.permute(1, 2, 0, 3)
         total = out.new_empty((groups, shared, tokens))
         for segment in trie.segments:
             keys, values = (_shared(t, segment, shared) for t in (key, value))

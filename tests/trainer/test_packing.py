@@ -216,12 +216,12 @@ def test_a_head_in_chunks_gives_the_same(frozen, monkeypatch):
     base.get_output_embeddings().weight.requires_grad_(not frozen)
     packed = pack(tiny.forked_samples())
     whole = result(base, adapter, packed, Way.PADDED)
-    monkeypatch.setattr(head, "LOGITS", 4 * tiny.VOCAB)
+    monkeypatch.setattr(head, "LOGITS", {"cpu": 4 * tiny.VOCAB})
     assert close(result(base, adapter, packed, Way.SEGMENTS), whole)
 
 
 def test_the_derivative_of_the_head_in_chunks_is_that_of_autograd(monkeypatch):
-    monkeypatch.setattr(head, "LOGITS", 3 * 20)
+    monkeypatch.setattr(head, "LOGITS", {"cpu": 3 * 20})
     torch.manual_seed(0)
     linear = torch.nn.Linear(6, 20).requires_grad_(False)
     hidden = torch.randn(7, 6, requires_grad=True)

@@ -15,6 +15,7 @@ from trainer.logprobs import choose_way
 from trainer.lora_linear import speed_up
 from trainer.model import lora_config
 from trainer.packing import PackedStep, pack
+from trainer.remade import remake
 from trainer.without_vllm import GRPOTrainer
 
 LOSSES = ["bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo"]
@@ -97,6 +98,7 @@ def both(request, tmp_path_factory):
                 torch.nn.init.normal_(weight, std=0.05)
         trainer.model.train()
     assert speed_up(ours.model) == 14
+    assert remake(ours.model) >= 7
     return ours, theirs
 
 
