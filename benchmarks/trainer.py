@@ -6,13 +6,16 @@ Both take the same optimiser step: the same base model in float32, the same LoRA
 and rewards, and in the end the same gradient, which is checked. TRL runs with its own defaults,
 gradient checkpointing among them, and gets one row for each answer; what strop does around the
 step is counted too: claiming the group, probing, saving the version, recording it. Each side is a
-process of its own. Peak memory is the process's resident set at its largest within a step; "added"
+process of its own. The share outside is what is neither forward, backward nor optimiser; the probe
+that tells a version from its parent is two short forwards, so that share is given without them and
+with them. Peak memory is the process's resident set at its largest within a step; "added"
 is what of it came on top of what was resident before the step, the model above all.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -85,7 +88,8 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         "peak_memory_ratio": trl["peak_bytes"] / strop["peak_bytes"],
         "added_memory_ratio": (trl["peak_bytes"] - trl["rest_bytes"])
         / max(1, strop["peak_bytes"] - strop["rest_bytes"]),
-        "outside": min(strop["outside"]),
+        "outside": statistics.median(strop["outside"]),
+        "outside_with_probe": statistics.median(strop["outside_with_probe"]),
     }
 
 
@@ -109,7 +113,8 @@ def show(found: dict[str, Any]) -> None:
     print(
         f"{found['name']:<7} TRL ÷ strop: time {found['time_ratio']:.2f}, peak memory "
         f"{found['peak_memory_ratio']:.2f}, added memory {found['added_memory_ratio']:.2f}; "
-        f"outside forward, backward, optimiser {100 * found['outside']:.1f} %; "
+        f"outside forward, backward, optimiser {100 * found['outside']:.1f} %, "
+        f"with the probe's forwards {100 * found['outside_with_probe']:.1f} %; "
         f"gradients differ by {found['gradient_difference']:.1e}",
         flush=True,
     )
@@ -120,7 +125,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--quick", action="store_true", help="a tiny model and short episodes")
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of the base model")
-    parser.add_argument("--steps", type=int, default=2, help="steps of the flat case")
+    parser.add_argument("--steps", type=int, default=3, help="steps of the flat case")
     parser.add_argument("--only", choices=("flat", "agents"))
     options = parser.parse_args()
     model = ""

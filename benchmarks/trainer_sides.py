@@ -135,6 +135,7 @@ def trl(folder: Path, case: dict[str, Any]) -> None:
 
 def strop(folder: Path, case: dict[str, Any]) -> None:
     """strop's trainer over its database: claim, plan, pack, learn, probe, save, record."""
+    from trainer import probe
     from trainer.settings import TrainerSettings
     from trainer.worker import Visit, Worker
 
@@ -157,14 +158,24 @@ def strop(folder: Path, case: dict[str, Any]) -> None:
     _same_weights(learner.model)
     watch = _Watch(folder / "strop.pt")
     learner.trainer.add_callback(watch)
-    clock = _Parts(learner.trainer)
+    clock = _Parts()
+    for owner, name in (
+        (learner.trainer, "_compute_loss"),
+        (learner.trainer.accelerator, "backward"),
+        (learner.trainer.optimizer, "step"),
+    ):
+        clock.wrap(owner, name)
+    proving = _Parts()
+    proving.wrap(probe, "sequence_logprobs")
     for _ in range(case["steps"]):
         watch.begin()
-        clock.seconds = 0.0
+        clock.seconds = proving.seconds = 0.0
         came = worker.visit(policy())
         watch.end()
         assert came is Visit.STEPPED, came
-        watch.outside.append(1 - clock.seconds / watch.seconds[-1])
+        rest = watch.seconds[-1] - clock.seconds
+        watch.outside_with_probe.append(rest / watch.seconds[-1])
+        watch.outside.append((rest - proving.seconds) / watch.seconds[-1])
     database.dispose()
     _write(folder / "strop.json", watch, way=learner.trainer.way)
 
@@ -176,6 +187,9 @@ class _Watch(transformers.TrainerCallback):
         self.seconds: list[float] = []
         self.peaks: list[int] = []
         self.outside: list[float] = []
+        """Share of each step that is neither forward, backward nor optimiser."""
+        self.outside_with_probe: list[float] = []
+        """The same, where only the loss's forward counts as one, and not those of the probe."""
         self._gradient = gradient
         self._outer = False
 
@@ -211,15 +225,12 @@ class _Watch(transformers.TrainerCallback):
 
 
 class _Parts:
-    """Seconds in forward, backward and optimiser of a trainer."""
+    """Seconds in the functions that were wrapped."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._wrap(trainer, "_compute_loss")
-        self._wrap(trainer.accelerator, "backward")
-        self._wrap(trainer.optimizer, "step")
 
-    def _wrap(self, owner: Any, name: str) -> None:
+    def wrap(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -239,6 +250,7 @@ def _write(file: Path, watch: _Watch, **more: Any) -> None:
         "peak_bytes": max(watch.peaks),
         "rest_bytes": watch.rest,
         "outside": watch.outside,
+        "outside_with_probe": watch.outside_with_probe,
         **more,
     }
     file.write_text(json.dumps(found))

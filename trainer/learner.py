@@ -181,6 +181,8 @@ class Learner:
                 f"loss {metrics['loss']:g}, gradient norm {metrics['grad_norm']:g}: the step made "
                 "numbers that are not finite; lower training.learning_rate if this happens again."
             )
+        # Until TRL trains again; the probes of this step and the next need not switch it.
+        self.model.eval()
         found = probe.after(causal, earlier)
         clock.lap("probe")
         self._random = torch.get_rng_state()

@@ -73,8 +73,11 @@ def sequence_logprobs(model: nn.Module, sequences: Sequence[Ids]) -> list[Tensor
     padded = np.stack([np.pad(sequence, (0, width - len(sequence))) for sequence in sequences])
     ids = torch.from_numpy(padded).to(next(model.parameters()).device)
     was_training = model.training
-    model.eval()
+    if was_training:
+        # Looks at every part of a model, adapters and all.
+        model.eval()
     logits = cast(Any, model)(input_ids=ids, use_cache=False).logits[:, :-1]
-    model.train(was_training)
+    if was_training:
+        model.train()
     logs = torch.log_softmax(logits.float(), dim=-1).gather(2, ids[:, 1:, None]).squeeze(2).cpu()
     return [row[: len(s) - 1] for row, s in zip(logs, sequences, strict=True)]

@@ -29,4 +29,5 @@ def test_both_sides_take_the_same_step(tmp_path: Path):
     assert found["strop"]["way"] == "segments"
     for name in ("time_ratio", "peak_memory_ratio", "added_memory_ratio", "outside"):
         assert found[name] > 0
+    assert found["outside_with_probe"] > found["outside"]
     assert "TRL ÷ strop" in done.stdout
