@@ -191,6 +191,35 @@ def many(strop: Running, like: str, trajectories: int) -> None:
             connection.execute(text(f"{numbers} {statement}"), {**used, "count": trajectories})
 
 
+def more_steps(strop: Running, count: int) -> None:
+    """So many further steps that came to nothing."""
+    row = {
+        "project": "default",
+        "policy": "agent",
+        "parent_version": 0,
+        "state": "failed",
+        "worker": "trainer-1",
+        "config": {},
+        "error": "out of memory",
+    }
+    now = time.time()
+    with strop.gateway.database.write() as connection:
+        rows = [{**row, "started_at": now + n, "finished_at": now + n} for n in range(count)]
+        connection.execute(insert(Step), rows)
+
+
+async def more_groups(strop: Running, count: int) -> list[str]:
+    """So many further groups of one trajectory each; ids of completions."""
+    ids = []
+    for number in range(count):
+        headers = {"X-Strop-Group": f"more {number}", "X-Strop-Trajectory": f"more/{number}"}
+        reply = await strop.client.chat.completions.create(
+            model="agent", messages=ASK, max_tokens=1, extra_headers=headers
+        )
+        ids.append(reply.id)
+    return ids
+
+
 def trial(strop: Running, number: int) -> None:
     """Put a version on trial, on a share that the guard leaves alone."""
     with strop.gateway.database.write() as connection:

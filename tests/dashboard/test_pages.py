@@ -52,11 +52,24 @@ async def opened(browser: Browser, strop: Running, path: str, **options):
         await context.close()
 
 
+async def serious(page: Page) -> list[tuple[str, list[str]]]:
+    """What axe finds serious or worse on a page, which must fit its window."""
+    await page.add_script_tag(content=AXE.read_text())
+    result = await page.evaluate("axe.run()")
+    assert len(result["passes"]) > 10, "axe did not look"
+    wide = await page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert wide <= 0, page.url
+    return [
+        (one["id"], [node["target"] for node in one["nodes"]])
+        for one in result["violations"]
+        if one["impact"] in ("serious", "critical")
+    ]
+
+
 async def findings(browser: Browser, strop: Running, pages: dict[str, str], scheme: str):
     """What axe finds serious or worse, on each page."""
     # axe is put into the page, which the page's policy forbids to anybody else.
     context = await browser.new_context(base_url=strop.url, color_scheme=scheme, bypass_csp=True)
-    script = AXE.read_text()
     found = {}
     for name, path in pages.items():
         page = await context.new_page()
@@ -66,16 +79,7 @@ async def findings(browser: Browser, strop: Running, pages: dict[str, str], sche
             await page.wait_for_selector(".tokens")
         for summary in await page.query_selector_all("details.confirm > summary"):
             await summary.click()
-        await page.add_script_tag(content=script)
-        result = await page.evaluate("axe.run()")
-        assert len(result["passes"]) > 10, "axe did not look"
-        found[name] = [
-            (one["id"], [node["target"] for node in one["nodes"]])
-            for one in result["violations"]
-            if one["impact"] in ("serious", "critical")
-        ]
-        wide = await page.evaluate("document.documentElement.scrollWidth - innerWidth")
-        assert wide <= 0, name
+        found[name] = await serious(page)
         await page.close()
     await context.close()
     return found

@@ -1,0 +1,116 @@
+"""Forms and parts of pages in a real browser: signing in, refusals, paging, one answer's tokens."""
+
+import re
+
+import pytest
+from playwright.async_api import Browser
+from tokenizers import Tokenizer, models
+
+from gateway.dashboard import views
+from gateway.store import queries
+from tests.dashboard import seed
+from tests.dashboard.test_pages import filled, opened, serious
+from tests.gateway.conftest import Running
+from tests.toy_vllm.model import TOKENS
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_nothing_serious_where_one_signs_in_or_is_refused(
+    browser: Browser, strop: Running, scheme: str, width: int
+):
+    await filled(strop)
+    seed.trial(strop, 4)
+    # axe is put into the page, which the page's policy forbids to anybody else.
+    context = await browser.new_context(
+        base_url=strop.url,
+        color_scheme=scheme,
+        bypass_csp=True,
+        viewport={"width": width, "height": 800},
+    )
+    page = await context.new_page()
+    await page.goto("/ui/login")
+    assert await serious(page) == []
+    await page.get_by_label("Key").fill("sk-strop-guess")
+    await page.get_by_role("button", name="Sign in").click()
+    await page.wait_for_selector("[role=alert], h1:text('Overview')")
+    assert await serious(page) == []
+    await page.goto("/policies/agent")
+    await strop.post("/v1/policies/agent/drop", {})
+    await page.get_by_text("Promote…").click()
+    await page.get_by_role("button", name="Promote @4").click()
+    await page.wait_for_selector("[role=alert]")
+    assert await serious(page) == []
+    await context.close()
+
+
+def write_tokenizer(strop: Running) -> None:
+    """The tokens of the vLLM that is played, as a base model's folder has them."""
+    texts = [token.decode("latin-1") for token in TOKENS]
+    model = models.WordLevel(
+        {text: number for number, text in enumerate(texts)}, unk_token=texts[0]
+    )
+    folder = strop.gateway.publisher.catalog.policies[("default", "agent")].base_model
+    Tokenizer(model).save(f"{folder}/tokenizer.json")
+
+
+async def test_an_answer_is_read_token_by_token_with_its_probabilities(
+    browser: Browser, strop: Running
+):
+    write_tokenizer(strop)
+    (first, *_) = await seed.three(strop)
+    with strop.gateway.database.read() as connection:
+        logged = queries.completion(connection, "default", first).choices[0]
+    async with opened(browser, strop, "/trajectories/run%2F0") as page:
+        # Not before somebody asks for them.
+        assert await page.locator(".tokens").count() == 0
+        button = page.get_by_role("button", name="Probability of each token").first
+        await button.focus()
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".tokens.said span")
+        spans = page.locator(".tokens.said").first.locator("span")
+        texts = [TOKENS[number].decode("latin-1") for number in logged.token_ids]
+        assert await spans.all_text_contents() == texts
+        titles = [await span.get_attribute("title") or "" for span in await spans.all()]
+        shown = [float(re.findall(r"([0-9.]+)%$", title)[0]) for title in titles]
+        chances = [2.718281828**logprob * 100 for logprob in logged.logprobs]
+        assert shown == pytest.approx(chances, abs=0.06)
+        kinds = [await span.get_attribute("class") for span in await spans.all()]
+        bounds = (10, 40, 70, 95)
+        assert kinds == [f"p{sum(chance >= bound for bound in bounds)}" for chance in chances]
+        # What a colour and a title say, a table says to those who see neither.
+        await page.get_by_text("As a table").first.click()
+        rows = await page.locator("details[open] tbody tr").all_inner_texts()
+        assert len(rows) == len(texts)
+        assert f"{shown[0]:.1f}%" in rows[0]
+
+
+async def test_both_lists_are_paged_and_narrowed_down_alike(browser: Browser, strop: Running):
+    await filled(strop)
+    seed.more_steps(strop, views.STEPS + 5)
+    ids = await seed.more_groups(strop, views.GROUPS + 5)
+    assert len(ids) == views.GROUPS + 5
+    for path, cell, most in (
+        ("/groups", "tbody td:first-child a", views.GROUPS),
+        ("/steps", "tbody td:first-child a", views.STEPS),
+    ):
+        async with opened(browser, strop, path) as page:
+            await page.get_by_label("Policy").select_option("agent")
+            await page.get_by_role("button", name="Show").click()
+            await page.wait_for_url(f"**{path}?policy=agent")
+            assert await page.get_by_role("link", name="Newest").count() == 0
+            first = await page.locator(cell).all_inner_texts()
+            assert len(first) == most
+            await page.get_by_role("link", name="Older").click()
+            await page.wait_for_url(f"**{path}?before=*")
+            assert "policy=agent" in page.url
+            older = await page.locator(cell).all_inner_texts()
+            assert older
+            assert not set(older) & set(first)
+            assert await page.get_by_role("link", name="Older").count() == 0
+            await page.get_by_role("link", name="Newest").click()
+            await page.wait_for_url(f"**{path}?policy=agent")
+            assert await page.locator(cell).all_inner_texts() == first
+        async with opened(browser, strop, f"{path}?before=0") as page:
+            assert "There are no older ones" in await page.inner_text("main")
+            assert await page.get_by_role("link", name="Newest").count() == 1
