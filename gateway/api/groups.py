@@ -42,7 +42,7 @@ async def list_groups(
     }
 
 
-@router.get("/v1/groups/{group_id}")
+@router.get("/v1/groups/{group_id:path}")
 async def retrieve_group(
     group_id: str,
     gateway: Strop,
@@ -63,7 +63,7 @@ async def retrieve_group(
     return {"object": "group", **shown}
 
 
-@router.post("/v1/groups/{group_id}/close")
+@router.post("/v1/groups/{group_id:path}/close")
 async def close_group(group_id: str, gateway: Strop) -> dict[str, Any]:
     """Nothing more will come: train on what has a reward."""
 

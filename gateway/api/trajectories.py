@@ -53,7 +53,7 @@ def trajectory_json(trajectory: StoredTrajectory, tokens: bool) -> dict[str, Any
     }
 
 
-@router.get("/v1/trajectories/{trajectory_id}")
+@router.get("/v1/trajectories/{trajectory_id:path}")
 async def retrieve_trajectory(
     trajectory_id: str, gateway: Strop, tokens: Annotated[bool, Query()] = False
 ) -> dict[str, Any]:
@@ -105,7 +105,7 @@ async def delete_old_trajectories(
     }
 
 
-@router.delete("/v1/trajectories/{trajectory_id}")
+@router.delete("/v1/trajectories/{trajectory_id:path}")
 async def delete_trajectory(
     trajectory_id: str, gateway: Strop, forget_uses: ForgetUses = False
 ) -> dict[str, Any]:

@@ -109,6 +109,23 @@ async def test_groups_are_listed_shown_and_closed(strop: Running):
     assert (await strop_command(strop, "group", "show", "nobody")).exit_code == 1
 
 
+async def test_names_of_trajectories_and_groups_may_hold_anything(strop: Running):
+    await strop.client.chat.completions.create(
+        model="agent",
+        messages=ASK,
+        max_tokens=3,
+        extra_headers={"X-Strop-Group": "a/b c", "X-Strop-Trajectory": "run/0?x#y%2F"},
+    )
+    for words in (
+        ("trajectory", "show", "run/0?x#y%2F"),
+        ("group", "show", "a/b c"),
+        ("group", "close", "a/b c"),
+        ("why", "run/0?x#y%2F"),
+    ):
+        result = await strop_command(strop, *words)
+        assert result.exit_code == 0, (words, result.output)
+
+
 async def test_steps_are_listed_and_shown(strop: Running):
     await episodes(strop)
     step = take_step(strop)
