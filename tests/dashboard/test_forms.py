@@ -114,3 +114,13 @@ async def test_both_lists_are_paged_and_narrowed_down_alike(browser: Browser, st
         async with opened(browser, strop, f"{path}?before=0") as page:
             assert "There are no older ones" in await page.inner_text("main")
             assert await page.get_by_role("link", name="Newest").count() == 1
+
+
+async def test_on_a_phone_a_number_stands_beside_its_name(browser: Browser, strop: Running):
+    await filled(strop)
+    async with opened(browser, strop, "/steps/1", viewport={"width": 390, "height": 800}) as page:
+        for region, name in (("Metrics", "grad norm"), ("rewards", "style")):
+            row = page.get_by_role("region", name=region).locator("tr", has_text=name)
+            box = await row.locator(".n").bounding_box()
+            assert box is not None
+            assert box["x"] + box["width"] <= 390, name
