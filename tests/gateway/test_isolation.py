@@ -56,7 +56,14 @@ def test_every_route_has_a_case():
         for method in operations
     }
     routes |= {("POST", path) for path in app.hot}
-    assert {(case.method, case.path) for case in CASES} == routes
+    # How much of a path a name may take makes no other route of it.
+    assert {(case.method, _plain(case.path)) for case in CASES} == {
+        (method, _plain(path)) for method, path in routes
+    }
+
+
+def _plain(path: str) -> str:
+    return path.replace(":path}", "}")
 
 
 class Tenants:
