@@ -20,6 +20,8 @@ from gateway.store import Database, leases, outbox
 from gateway.store.writer import Writer
 from gateway.tracing import ids
 from gateway.tracing.channel import Channel
+from gateway.tracing.pace import Pace
+from gateway.tracing.process import Job, run
 from gateway.tracing.settings import LangfuseSettings
 from gateway.tracing.writes import Writes
 from tests.fake_langfuse import FakeLangfuse
@@ -166,6 +168,34 @@ async def test_of_several_processes_one_sends_and_another_takes_over(
             stop.set()
         for thread in threads:
             await asyncio.to_thread(thread.join)
+
+
+async def test_each_project_goes_to_the_langfuse_of_its_keys(
+    tmp_path: Path, database: Database, langfuse: FakeLangfuse, captured: Captured
+):
+    async with FakeLangfuse("pk-lf-shop", "sk-lf-shop") as shop:
+        projects = {"default": keys(langfuse), "shop": keys(shop)}
+        settings = LangfuseSettings(projects=projects, send_seconds=0.01)
+        writer = Writer(database, traced=settings.projects)
+        writer.start()
+        items = [captured(name, project=name) for name in ("default", "shop", "elsewhere")]
+        for item in items:
+            await writer.store(item)
+        url = f"sqlite:///{tmp_path / 'strop.db'}"
+        job = Job(database_url=url, public_url=PAGE, langfuse=settings)
+        stop = threading.Event()
+        thread = threading.Thread(target=run, args=(job, stop, Pace(0.0)))
+        thread.start()
+        try:
+            await langfuse.until(lambda: len(langfuse.spans) == len(shop.spans) == 2)
+        finally:
+            stop.set()
+            await asyncio.to_thread(thread.join)
+        assert langfuse.generation(items[0].id).trace_id == ids.trace_id("default", "default")
+        assert shop.generation(items[1].id).trace_id == ids.trace_id("shop", "shop")
+        assert shop.problems == []
+        await writer.close()
+    assert entries(database) == 0
 
 
 def test_the_lease_of_a_dead_process_is_free_and_that_of_a_living_one_is_not(database: Database):

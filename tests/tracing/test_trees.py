@@ -2,7 +2,7 @@
 
 import json
 
-from gateway.store.records import TrajectoryRef
+from gateway.store.records import CapturedChoice, TrajectoryRef
 from gateway.store.rewards import NewReward
 from gateway.store.writer import Writer
 from gateway.tracing import ids
@@ -110,3 +110,34 @@ async def test_a_caller_that_traces_itself_finds_its_completions_in_its_own_trac
         ids.generation_id(joined.id),
     )
     assert (of["whole"]["traceId"], of["whole"].get("observationId")) == (trace, None)
+
+
+async def test_several_choices_are_one_generation_and_each_has_its_own_score(
+    writer: Writer, sender: Sender, langfuse: FakeLangfuse, captured: Captured
+):
+    texts = ("red", "blue")
+    choices = [
+        {"index": n, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        for n, text in enumerate(texts)
+    ]
+    item = captured(
+        response={"choices": choices},
+        choices=[CapturedChoice(n, "stop", [4, n], [-0.5, -0.5], None) for n in range(2)],
+    )
+    await writer.store(item)
+    posted = [NewReward(float(n), completion_id=item.id, choice=n) for n in range(2)]
+    await writer.post_rewards("default", posted)
+    await drain(sender)
+    generation = langfuse.generation(item.id)
+    assert [each["content"] for each in generation.get("output")] == list(texts)
+    assert len(langfuse.spans) == 2
+    found = {s["metadata"]["choice"]: s for s in langfuse.scores.values()}
+    assert {choice: score["value"] for choice, score in found.items()} == {0: 0.0, 1: 1.0}
+    assert {score["observationId"] for score in found.values()} == {generation.id}
+    (corrected,), _ = await writer.post_rewards(
+        "default", [NewReward(0.5, completion_id=item.id, choice=1)]
+    )
+    await drain(sender)
+    assert len(langfuse.scores) == 2
+    assert langfuse.scores[found[1]["id"]]["value"] == 0.5
+    assert langfuse.scores[found[1]["id"]]["metadata"]["reward_id"] == corrected.id
