@@ -103,7 +103,8 @@ def conversations(
 ) -> dict[str, list[Json]]:
     """What each member did, by trajectory, the oldest first: its last thread with its answer.
 
-    Without `over_people` only of members that nobody but the judge has rewarded.
+    Without `over_people` only of members that nobody but the judge has rewarded; and never of those
+    that end with several choices.
     """
     query = (
         select(Trajectory.id)
@@ -148,6 +149,10 @@ def _last_thread(completions: Sequence[StoredCompletion]) -> list[Json] | None:
         return None
     last = max(leaves, key=lambda c: (c.finished_at, c.id))
     choices = (last.response or {}).get("choices") or [{}]
+    if len(choices) > 1:
+        # It has no answer of its own: a place among other trajectories would be that of whichever
+        # choice was shown, and would reward all of them.
+        return None
     message = choices[0].get("message") or {"content": choices[0].get("text")}
     asked = last.messages or [{"role": "user", "content": str(last.request.get("prompt") or "")}]
     return [*asked, {"role": "assistant", **message}]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from sqlalchemy import select, update
 
-from gateway.judge import prompt
 from gateway.judge.asking import Answer, NotNow
 from gateway.judge.judging import Judging
 from gateway.store import Database, outbox, policies, queries
@@ -279,6 +278,20 @@ async def test_what_others_have_rewarded_is_not_judged_unless_it_is_asked_for(co
     assert [(r.name, r.reward) for r in court.rewards("g-0")] == [("reward", 1.0), ("judge", 0.0)]
 
 
+async def test_a_trajectory_that_ends_with_several_choices_is_not_judged(court: Court):
+    await court.policy()
+    await court.answers("it is good", "it is bad")
+    choices = [{"index": i, "message": {"content": f"choice {i}"}} for i in range(2)]
+    now = time.time() - 50
+    await court.writer.store(
+        court.captured("g-2", "g", response={"choices": choices}, created_at=now, finished_at=now)
+    )
+    judge = FakeJudge()
+    assert await court.judge(judge) == 1
+    assert [value is None for value in court.values(count=3)] == [False, False, True]
+    assert not any("choice" in shown for shown in judge.shown)
+
+
 async def test_a_person_who_is_faster_than_the_judge_wins(court: Court):
     await court.policy(presentations=1)
     await court.answers("it is bad", "it is good")
@@ -380,14 +393,3 @@ async def test_of_two_gateways_one_judges(court: Court):
     found = await asyncio.gather(court.judging(judge).look(), court.judging(judge).look())
     assert sorted(found) == [0, 1]
     assert len(judge.bodies) == 2, "two answers have two orders"
-
-
-def test_long_members_are_cut_in_their_middle():
-    settings = Judge(model="m", max_chars=500)
-    found = prompt.candidates(
-        {n: [{"role": "assistant", "content": n * 2000 + "end"}] for n in "ab"}, settings, "g"
-    )
-    text = prompt.presentations(found, settings, "s")[0][1]["content"]
-    assert len(text) < 3000
-    assert "characters left out" in text
-    assert "aend" in text
