@@ -188,7 +188,8 @@ class Publisher:
 
     def _read(self) -> list[_Policy]:
         with self._database.read() as connection:
-            self._pool.drained = drains.read(connection)
+            changes = self._pool.drain_changes
+            self._pool.learn_drained(drains.read(connection), changes)
             found = []
             for row in queries.all_policies(connection):
                 listed = queries.versions(connection, row["project"], row["name"])

@@ -63,17 +63,17 @@ async def drain_replica(name: str, gateway: Strop) -> dict[str, Any]:
     _operator(gateway)
     replica = _named(gateway, name)
     await write(gateway, lambda connection: drains.drain(connection, replica.url))
-    gateway.pool.drained |= {replica.url}
+    gateway.pool.drain(replica.url, out=True)
     gateway.publisher.poke()
     return replica_json(gateway, replica)
 
 
 @router.post("/v1/replicas/{name}/resume")
 async def resume_replica(name: str, gateway: Strop) -> dict[str, Any]:
-    """Use a replica again."""
+    """Use a replica again; what it serves is known to requests when this answers."""
     _operator(gateway)
     replica = _named(gateway, name)
     await write(gateway, lambda connection: drains.resume(connection, replica.url))
-    gateway.pool.drained -= {replica.url}
-    gateway.publisher.poke()
+    gateway.pool.drain(replica.url, out=False)
+    await gateway.publisher.reconcile()
     return replica_json(gateway, replica)

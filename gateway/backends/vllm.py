@@ -198,6 +198,8 @@ class ReplicaPool:
         self.replicas = [Replica(url, session) for url in self._members.fixed]
         self.drained: frozenset[str] = frozenset()
         """URLs of replicas that are to get no new requests."""
+        self.drain_changes = 0
+        """How often this process has changed that itself."""
 
     async def refresh(self) -> None:
         """See which replicas there are, and ask each what it serves."""
@@ -216,6 +218,20 @@ class ReplicaPool:
                 self.replicas = [kept for kept in self.replicas if kept is not replica]
                 replica.close()
         await asyncio.gather(*(replica.refresh() for replica in self.replicas))
+
+    def drain(self, url: str, out: bool) -> None:
+        """Take a replica out of use, or use it again, once the database says so."""
+        self.drain_changes += 1
+        self.drained = self.drained | {url} if out else self.drained - {url}
+
+    def learn_drained(self, urls: frozenset[str], changes: int) -> None:
+        """What the database said when `drain_changes` was `changes`.
+
+        If this process has changed it since, that may be older than the change, and is left alone:
+        the next look is not.
+        """
+        if changes == self.drain_changes:
+            self.drained = urls
 
     def failed(self, url: str | None, error: str) -> None:
         """A request failed by the fault of a replica, after its answer had begun."""

@@ -1,6 +1,8 @@
 """One SQLAlchemy engine for SQLite or PostgreSQL, and the migrations that bring it up to date."""
 
 import re
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -119,6 +121,24 @@ def _to_json(value: Any) -> str:
     return _NUL.sub(r"\1\\ufffd", text) if "\\u0000" in text else text
 
 
+_WAL_SECONDS = 60.0
+
+
+def _use_wal(connection: Any) -> None:
+    """Turn a SQLite file to write-ahead logging, once; several processes may begin to at a time."""
+    until = time.monotonic() + _WAL_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            # For those that turn it at the same moment SQLite does not wait by itself.
+            busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            if not busy or time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
 _SQLITE = {"check_same_thread": False, "timeout": 60, "cached_statements": 256}
 
 
@@ -140,8 +160,8 @@ def _create_engine(url: URL) -> Engine:
     def configure(connection: Any, _record: Any) -> None:
         # The driver must not begin transactions by itself: `begin` below does.
         connection.isolation_level = None
+        _use_wal(connection)
         for pragma in (
-            "journal_mode=WAL",
             "synchronous=FULL",
             "busy_timeout=60000",
             "foreign_keys=ON",

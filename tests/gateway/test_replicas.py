@@ -1,6 +1,7 @@
 """Several vLLMs: one that dies, hangs, answers 500, is drained, or comes back elsewhere."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from gateway.backends.ejection import Ejection
 from gateway.gateway import Gateway
 from gateway.judge.asking import Asker, NotNow
 from gateway.settings import Settings
+from gateway.store import drains
 from tests.fake_vllm import FakeVllm
 from tests.gateway.conftest import serving
 
@@ -200,23 +202,28 @@ async def test_requests_that_are_not_logged_count_for_ejection_and_are_repeated(
     tmp_path: Path, toy_base: Path, two: list[FakeVllm], model: str, fault: str
 ):
     async with fleet(tmp_path, toy_base, [vllm.url for vllm in two]) as strop:
+        # Those of a policy have one that they go to first; those of the base model share them out.
+        own = strop.gateway.pool.choose("agent@0", "")
+        assert own is not None
+        failing, other = two if own.url == two[0].url or model == "base" else reversed(two)
         if fault == "status":
-            two[0].faults.status, two[0].faults.status_times = 500, 10_000
+            failing.faults.status, failing.faults.status_times = 500, 10_000
         else:
-            two[0].faults.die_mid_stream = 0
+            failing.faults.die_mid_stream = 0
         asked = {"model": model, "input": "aaa"}
         for _ in range(8):
             async with strop.http.post(strop.url + "/v1/embeddings", json=asked) as response:
                 assert response.status == 200, await response.text()
-        first, second = strop.gateway.pool.replicas
+        replicas = {replica.url: replica for replica in strop.gateway.pool.replicas}
+        first, second = replicas[failing.url], replicas[other.url]
         assert (first.ejection.failures, first.ejection.now) == (3, True)
         assert (second.ejection.failures, second.ejection.now) == (0, False)
         # One that is drained gets none of them either.
-        await strop.post(f"/v1/replicas/{name_of(two[1])}/drain")
-        before = two[1].stats["requests"]
+        await strop.post(f"/v1/replicas/{name_of(other)}/drain")
+        before = other.stats["requests"]
         async with strop.http.post(strop.url + "/v1/embeddings", json=asked) as response:
             assert response.status == (500 if fault == "status" else 502)
-        assert two[1].stats["requests"] == before
+        assert other.stats["requests"] == before
 
 
 async def test_a_judge_of_our_own_counts_for_ejection_and_is_asked_elsewhere(
@@ -237,6 +244,30 @@ async def test_a_judge_of_our_own_counts_for_ejection_and_is_asked_elsewhere(
             vllm.faults.status, vllm.faults.status_times = 500, 10_000
         with pytest.raises(NotNow, match="answered 500"):
             await asker.ask("default", body)
+
+
+async def test_a_look_at_the_database_that_began_before_a_drain_does_not_undo_it(
+    tmp_path: Path, toy_base: Path, two: list[FakeVllm], monkeypatch: pytest.MonkeyPatch
+):
+    async with fleet(tmp_path, toy_base, [vllm.url for vllm in two]) as strop:
+        looked, go_on, read = threading.Event(), threading.Event(), drains.read
+
+        def late(connection: Any) -> frozenset[str]:
+            found = read(connection)
+            looked.set()
+            assert go_on.wait(20)
+            return found
+
+        monkeypatch.setattr(drains, "read", late)
+        old = asyncio.create_task(strop.gateway.publisher.reconcile())
+        assert await asyncio.to_thread(looked.wait, 20)
+        drained = await strop.post(f"/v1/replicas/{name_of(two[0])}/drain")
+        assert drained[1]["state"] == "drained"
+        seen = strop.gateway.pool.drained
+        go_on.set()
+        monkeypatch.setattr(drains, "read", read)
+        await old
+        assert strop.gateway.pool.drained == seen == {two[0].url}
 
 
 async def test_replicas_behind_a_name_come_and_go(
