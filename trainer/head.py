@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-LOGITS = {"cpu": 1 << 22, "cuda": 1 << 24}
-"""Logits that are held at once, in numbers: 16 and 64 MB as float32, a few times over."""
+LOGITS = {"cpu": 1 << 22}
+"""Logits that are held at once, in numbers: 16 MB as float32, a few times over."""
+
+_LOGITS_ELSEWHERE = 1 << 24
 
 
 def score(
@@ -95,7 +97,7 @@ class _FrozenHead(torch.autograd.Function):
 
 
 def _chunk(vocabulary: int, hidden: Tensor) -> int:
-    return max(1, LOGITS[hidden.device.type] // vocabulary)
+    return max(1, LOGITS.get(hidden.device.type, _LOGITS_ELSEWHERE) // vocabulary)
 
 
 def _in_checkpoints(
