@@ -19,16 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import httpx
-from openai import AsyncOpenAI
-
 from examples.email_search.demo import (
     POLICY,
     SETTINGS,
     Demo,
-    Strop,
-    free_port,
     progress_bar,
+    serving,
     unpack_model,
 )
 from examples.email_search.mailbox import make_mailbox
@@ -62,18 +58,10 @@ async def measure(versions: int, folder: Path) -> list[dict[str, Any]]:
         rollouts=ROLLOUTS,
         learning_rate=3e-4,
     )
-    strop = Strop(folder, settings, free_port())
-    try:
-        async with (
-            httpx.AsyncClient(base_url=strop.url, timeout=60) as http,
-            AsyncOpenAI(base_url=strop.url + "/v1", api_key="none", timeout=600) as client,
-        ):
-            await strop.ready(http)
-            demo = AskingDemo(strop.url, 0, make_mailbox(0), http, client)
-            with progress_bar() as progress:
-                await demo.train(versions, QUESTIONS, ROLLOUTS, progress)
-    finally:
-        strop.stop()
+    async with serving(folder, settings) as (url, http, client):
+        demo = AskingDemo(url, 0, make_mailbox(0), http, client)
+        with progress_bar() as progress:
+            await demo.train(versions, QUESTIONS, ROLLOUTS, progress)
     return parts(folder / "strop.db", demo.first)
 
 

@@ -3,10 +3,9 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
 
-from sqlalchemy import select
+from sqlalchemy import Connection, select
 
 from gateway.store import Database, deletion
 from gateway.store.models import Trajectory
@@ -65,15 +64,36 @@ async def delete_once(
         kept = by_project.get(project, days)
         if kept is None:
             continue
-        before = now - kept * 86_400
-        operation = partial(
-            deletion.delete_older_than, project=project, before=before, limit=_BATCH
-        )
-        while (count := (await writer.run(operation)).trajectories) > 0:
-            total += count
-            if count < _BATCH:
-                break
+        total += (await delete_before(writer.run, project, now - kept * 86_400)).trajectories
     return total
+
+
+Deletion = Callable[[Connection], deletion.Deleted]
+
+
+async def delete_before(
+    write: Callable[[Deletion], Awaitable[deletion.Deleted]],
+    project: str,
+    before: float,
+    *,
+    forget_uses: bool = False,
+) -> deletion.Deleted:
+    """Delete all trajectories of a project in which nothing happened since a time.
+
+    Args:
+        write: runs each of several transactions.
+        before: Unix seconds.
+    """
+    total = deletion.Deleted()
+    while True:
+        deleted = await write(
+            lambda connection: deletion.delete_older_than(
+                connection, project, before, _BATCH, forget_uses=forget_uses
+            )
+        )
+        total += deleted
+        if deleted.trajectories < _BATCH:
+            return total
 
 
 def _projects(database: Database) -> list[str]:

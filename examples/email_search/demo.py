@@ -17,7 +17,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -258,12 +259,11 @@ class Strop:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
-async def run(options: argparse.Namespace) -> dict[str, Any]:
-    """The whole demo; returns what goes into result.json."""
-    folder: Path = options.folder
-    began = time.monotonic()
-    console.print(f"Starting vLLM, the gateway and the trainer (seed {options.seed}) …")
-    settings = SETTINGS.format(policy=POLICY, concurrency=CONCURRENCY, **vars(options))
+@asynccontextmanager
+async def serving(
+    folder: Path, settings: str
+) -> AsyncIterator[tuple[str, httpx.AsyncClient, AsyncOpenAI]]:
+    """strop, ready: its address, and clients of its own API and of OpenAI's."""
     strop = Strop(folder, settings, free_port())
     try:
         async with (
@@ -271,15 +271,25 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
             AsyncOpenAI(base_url=strop.url + "/v1", api_key="none", timeout=600) as client,
         ):
             await strop.ready(http)
-            console.print(f"Ready after {time.monotonic() - began:.0f} s at {strop.url}")
-            demo = Demo(strop.url, options.seed, make_mailbox(options.seed), http, client)
-            with progress_bar() as progress:
-                base = await demo.evaluate(options.evaluate, "base", progress)
-                await demo.train(options.steps, options.questions, options.rollouts, progress)
-                last = await demo.evaluate(options.evaluate, "last", progress)
-            versions = (await http.get(f"/v1/policies/{POLICY}/versions")).json()["data"]
+            yield strop.url, http, client
     finally:
         strop.stop()
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    """The whole demo; returns what goes into result.json."""
+    folder: Path = options.folder
+    began = time.monotonic()
+    console.print(f"Starting vLLM, the gateway and the trainer (seed {options.seed}) …")
+    settings = SETTINGS.format(policy=POLICY, concurrency=CONCURRENCY, **vars(options))
+    async with serving(folder, settings) as (url, http, client):
+        console.print(f"Ready after {time.monotonic() - began:.0f} s at {url}")
+        demo = Demo(url, options.seed, make_mailbox(options.seed), http, client)
+        with progress_bar() as progress:
+            base = await demo.evaluate(options.evaluate, "base", progress)
+            await demo.train(options.steps, options.questions, options.rollouts, progress)
+            last = await demo.evaluate(options.evaluate, "last", progress)
+        versions = (await http.get(f"/v1/policies/{POLICY}/versions")).json()["data"]
     return {
         "seed": options.seed,
         **summary("base", base),

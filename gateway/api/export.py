@@ -13,7 +13,7 @@ from gateway.errors import ApiError, invalid
 from gateway.gateway import Gateway, gateway_of
 from gateway.http import ClientGone, read_body
 from gateway.store import export
-from gateway.store.importing import ChatImport, InvalidLine
+from gateway.store.importing import END_OF_TIME, ChatImport, InvalidLine
 from gateway.store.writer import QueueFull
 
 router = APIRouter(tags=["export"])
@@ -108,7 +108,7 @@ async def import_log(
         float | None,
         Query(
             ge=0,
-            lt=2**48 / 1000,
+            lt=END_OF_TIME,
             allow_inf_nan=False,
             description="Unix seconds, for lines that name no `created`. The same body with the "
             "same time is stored once.",

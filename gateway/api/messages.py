@@ -89,7 +89,7 @@ async def count_tokens(
     body, _ = translate_messages.chat_request(module, request)
     if translate_messages.continued(request) is not None:
         await _continue(gateway, request, body)
-    check_chat(body)
+    check_chat(body, gateway.settings.max_choices)
 
     async def work() -> None:
         counted = await forward(gateway, "/tokenize", prompt_of(body))

@@ -43,7 +43,7 @@ class InputTokens(JsonEndpoint):
     ) -> None:
         """Answer one request."""
         _, chat = await _chat_request(gateway, body)
-        check_chat(chat)
+        check_chat(chat, gateway.settings.max_choices)
 
         async def work() -> None:
             counted = await forward(gateway, "/tokenize", prompt_of(chat))

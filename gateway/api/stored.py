@@ -46,6 +46,16 @@ async def write(gateway: Gateway, operation: Callable[[Connection], T]) -> T:
         raise ApiError(429, f"{error}. Try again in a second.", retry_after=1) from None
 
 
+def deleted_json(total: deletion.Deleted) -> dict[str, Any]:
+    """What the API says of many things that were deleted."""
+    return {
+        "object": "list.deleted",
+        "deleted": True,
+        "completions": total.completions,
+        "trajectories": total.trajectories,
+    }
+
+
 def metadata_of(request: Request) -> dict[str, str]:
     """The filter of a query string with `metadata[key]=value` in it."""
     found = {}
@@ -170,12 +180,7 @@ async def delete_completions(
         after = ids[-1]
         if after >= newest[0]:
             break
-    return {
-        "object": "list.deleted",
-        "deleted": True,
-        "completions": total.completions,
-        "trajectories": total.trajectories,
-    }
+    return deleted_json(total)
 
 
 @router.get("/v1/chat/completions/{completion_id}/messages")

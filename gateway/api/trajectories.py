@@ -1,13 +1,15 @@
 """`GET` and `DELETE /v1/trajectories/{id}`: an episode, whole."""
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 
+from gateway import retention
 from gateway.api.completions import completion_json
 from gateway.api.rewards import reward_json
-from gateway.api.stored import ForgetUses, write
+from gateway.api.stored import ForgetUses, deleted_json, write
 from gateway.errors import ApiError, not_found
 from gateway.gateway import Gateway, gateway_of
 from gateway.store import deletion, queries
@@ -15,9 +17,6 @@ from gateway.store.records import StoredCompletion, StoredTrajectory
 
 router = APIRouter(tags=["trajectories"])
 Strop = Annotated[Gateway, Depends(gateway_of)]
-
-_DELETED_AT_ONCE = 20
-"""Trajectories that are deleted in one transaction: requests wait for it."""
 
 
 def _turn(completion: StoredCompletion, tokens: bool) -> dict[str, Any]:
@@ -86,23 +85,11 @@ async def delete_old_trajectories(
 
     A client that breaks off can ask again.
     """
-    total = deletion.Deleted()
-    while True:
-        deleted = await write(
-            gateway,
-            lambda connection: deletion.delete_older_than(
-                connection, gateway.project, before, _DELETED_AT_ONCE, forget_uses=forget_uses
-            ),
+    return deleted_json(
+        await retention.delete_before(
+            partial(write, gateway), gateway.project, before, forget_uses=forget_uses
         )
-        total += deleted
-        if deleted.trajectories < _DELETED_AT_ONCE:
-            break
-    return {
-        "object": "list.deleted",
-        "deleted": True,
-        "completions": total.completions,
-        "trajectories": total.trajectories,
-    }
+    )
 
 
 @router.delete("/v1/trajectories/{trajectory_id:path}")

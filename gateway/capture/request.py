@@ -54,7 +54,7 @@ def parse_body(raw: bytes) -> Json:
     return body
 
 
-def check_chat(body: Json, most: int = 128) -> None:
+def check_chat(body: Json, most: int) -> None:
     """Refuse what OpenAI's API refuses; everything else is vLLM's to judge.
 
     Args:

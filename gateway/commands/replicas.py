@@ -7,26 +7,19 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from gateway.client import call
-from gateway.commands.shared import URL, AsJson, Url, ask, out, show_json
+from gateway.commands.shared import URL, AsJson, Url, ask, names_at, show
 
 replicas_app = typer.Typer(help="The vLLM servers: what each serves, draining and resuming one.")
 
 _COLOURS = {"serving": "green", "draining": "yellow", "drained": "yellow"}
 
 
-def _names(context: typer.Context, incomplete: str) -> list[str]:
-    """The names of replicas that begin so, for shell completion; none while nobody answers."""
-    url = context.params.get("url") or URL
-    try:
-        found = call(url, "/v1/replicas", timeout=2.0)["data"]
-    except Exception:
-        return []
-    return [replica["name"] for replica in found if replica["name"].startswith(incomplete)]
-
-
 Name = Annotated[
-    str, typer.Argument(help="As `strop replicas list` shows it: host:port.", autocompletion=_names)
+    str,
+    typer.Argument(
+        help="As `strop replicas list` shows it: host:port.",
+        autocompletion=names_at("/v1/replicas"),
+    ),
 ]
 
 
@@ -34,12 +27,6 @@ Name = Annotated[
 def list_replicas(url: Url = URL, as_json: AsJson = False) -> None:
     """All replicas, as the gateway sees them."""
     answer = ask(url, "/v1/replicas")
-    if as_json:
-        show_json(answer)
-        return
-    if not answer["data"]:
-        out.print("There is none: set STROP_REPLICAS, or run `strop up`.")
-        return
     table = Table("replica", "state", "in flight", "serves", "failures", "error")
     for replica in answer["data"]:
         table.add_row(
@@ -50,36 +37,31 @@ def list_replicas(url: Url = URL, as_json: AsJson = False) -> None:
             str(replica["failures"] or ""),
             escape(replica["error"] or ""),
         )
-    out.print(table)
+    none = "There is none: set STROP_REPLICAS, or run `strop up`."
+    show(answer, as_json, table if answer["data"] else none)
 
 
 @replicas_app.command("drain")
 def drain(name: Name, url: Url = URL, as_json: AsJson = False) -> None:
     """Give a replica no new requests, from any gateway; what it has begun it ends."""
-    replica = _asked(url, name, "drain", as_json)
-    if replica is None:
-        return
+    replica = _asked(url, name, "drain")
     left = replica["in_flight"]
     rest = f"{left} requests are still in flight" if left else "nothing is in flight"
-    out.print(f"{name} gets no new requests; {rest} here.", highlight=False, markup=False)
+    show(replica, as_json, f"{escape(name)} gets no new requests; {rest} here.")
 
 
 @replicas_app.command("resume")
 def resume(name: Name, url: Url = URL, as_json: AsJson = False) -> None:
     """Use a replica again."""
-    replica = _asked(url, name, "resume", as_json)
-    if replica is not None:
-        out.print(f"{name} is {replica['state']}.", highlight=False, markup=False)
+    replica = _asked(url, name, "resume")
+    show(replica, as_json, f"{escape(name)} is {replica['state']}.")
 
 
-def _asked(url: str, name: str, what: str, as_json: bool) -> dict[str, Any] | None:
-    """The replica after the change; None: it has been printed."""
+def _asked(url: str, name: str, what: str) -> dict[str, Any]:
+    """The replica after the change."""
     short = name.partition("://")[2] or name
     path = f"/v1/replicas/{quote(short.rstrip('/'), safe='')}/{what}"
     replica: dict[str, Any] = ask(url, path, {})
-    if as_json:
-        show_json(replica)
-        return None
     return replica
 
 

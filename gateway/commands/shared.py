@@ -24,14 +24,21 @@ err = Console(stderr=True)
 URL = "http://127.0.0.1:8000"
 
 
-def policy_names(context: typer.Context, incomplete: str) -> list[str]:
-    """The names of policies that begin so, for shell completion; none while nobody answers."""
-    url = context.params.get("url") or URL
-    try:
-        found = call(url, "/v1/policies", timeout=2.0)["data"]
-    except Exception:
-        return []
-    return [policy["name"] for policy in found if policy["name"].startswith(incomplete)]
+def names_at(path: str) -> Callable[[typer.Context, str], list[str]]:
+    """Shell completion by the names of what the gateway lists there; none while it is away."""
+
+    def names(context: typer.Context, incomplete: str) -> list[str]:
+        url = context.params.get("url") or URL
+        try:
+            found = call(url, path, timeout=2.0)["data"]
+        except Exception:
+            return []
+        return [each["name"] for each in found if each["name"].startswith(incomplete)]
+
+    return names
+
+
+policy_names = names_at("/v1/policies")
 
 
 Url = Annotated[str, typer.Option("--url", envvar="STROP_URL", help="The gateway's address.")]

@@ -14,7 +14,10 @@ from typing import Any
 
 import orjson
 from sqlalchemy import JSON, Connection, Dialect, Insert, LargeBinary, Table
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
+
+from gateway.store.models import Base
 
 Row = dict[str, Any]
 
@@ -48,6 +51,17 @@ class BulkInsert:
             way = self._ways[names] = build(self._statement, names, connection.dialect)
         with driver_errors(connection):
             way(connection, rows)
+
+
+def new_rows(table: type[Base]) -> dict[str, BulkInsert]:
+    """By dialect, the insert of those rows of a table that are not there yet."""
+    inserts: dict[str, Callable[[type[Base]], Any]] = {
+        "sqlite": sqlite.insert,
+        "postgresql": postgresql.insert,
+    }
+    return {
+        name: BulkInsert(insert(table).on_conflict_do_nothing()) for name, insert in inserts.items()
+    }
 
 
 def driver(connection: Connection) -> Any:

@@ -23,7 +23,7 @@ from gateway.store.writer import Writer
 _LINES = 200
 """Lines that are imported at once."""
 
-_END_OF_TIME = 2**48 / 1000
+END_OF_TIME = 2**48 / 1000
 """Unix seconds that ids have room for."""
 
 
@@ -108,7 +108,7 @@ class ChatImport:
             raise InvalidLine("`reward` must be a finite number.")
         if created is None:
             raise InvalidLine("it names no time: `created`, in Unix seconds.")
-        if not _is_number(created) or not 0 <= created < _END_OF_TIME:
+        if not _is_number(created) or not 0 <= created < END_OF_TIME:
             raise InvalidLine("`created` must be a number of Unix seconds.")
         if not isinstance(model, str) or not isinstance(metadata, dict | None):
             raise InvalidLine("`model` must be text, and `metadata` an object.")

@@ -22,14 +22,11 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.store import leases
-from gateway.store.bulk import BulkInsert
+from gateway.store.bulk import new_rows
 from gateway.store.models import Completion, Reward, Trajectory
 from gateway.store.tracing_models import LangfuseCursor, Lease, OutboxEntry
 
-_ADD = {
-    name: BulkInsert(dialect_insert(OutboxEntry).on_conflict_do_nothing())
-    for name, dialect_insert in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
-}
+_ADD = new_rows(OutboxEntry)
 
 TRACED_SECONDS = 7 * 86_400.0
 """How long a project counts as traced after a sender last said so: gateways may be away, and what a

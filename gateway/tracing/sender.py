@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import Connection
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.store import outbox
-from gateway.store.bulk import BulkInsert
+from gateway.store.bulk import new_rows
 from gateway.store.outbox import Entry
 from gateway.store.tracing_models import LangfuseTrace
 from gateway.tracing.content import size
@@ -33,10 +32,7 @@ SCORES_BYTES = 700_000
 
 _LONGEST_WAIT = 60.0
 
-_NOTE = {
-    name: BulkInsert(dialect_insert(LangfuseTrace).on_conflict_do_nothing())
-    for name, dialect_insert in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
-}
+_NOTE = new_rows(LangfuseTrace)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """A store, and senders from it to a fake Langfuse."""
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from gateway.tracing.sender import Sender
 from gateway.tracing.settings import LangfuseProject
 from gateway.tracing.writes import Writes
 from tests.fake_langfuse import FakeLangfuse
+from tests.fake_vllm import FakeVllm
 from tests.store.conftest import captured as captured
 from tests.store.conftest import empty_url as empty_url
 from tests.store.conftest import postgres as postgres
@@ -61,6 +63,24 @@ async def langfuse() -> AsyncIterator[FakeLangfuse]:
 def keys(langfuse: FakeLangfuse, **options: Any) -> LangfuseProject:
     values = {"public_key": langfuse.public_key, "secret_key": langfuse.secret_key}
     return LangfuseProject(**{"base_url": langfuse.url, **values, **options})
+
+
+def environment(
+    folder: Path, base: Path, vllm: FakeVllm, port: int, langfuse: FakeLangfuse
+) -> dict[str, str]:
+    """Of a gateway that is a process of its own, on a port."""
+    return {
+        **os.environ,
+        "STROP_DATA_DIR": str(folder / "strop"),
+        "STROP_REPLICAS": f'["{vllm.url}"]',
+        "STROP_BASE_MODEL": str(base),
+        "STROP_PUBLISH_POLL": "0.05",
+        "STROP_PORT": str(port),
+        "STROP_LANGFUSE__SEND_SECONDS": "0.05",
+        "LANGFUSE_PUBLIC_KEY": langfuse.public_key,
+        "LANGFUSE_SECRET_KEY": langfuse.secret_key,
+        "LANGFUSE_BASE_URL": langfuse.url,
+    }
 
 
 MakeSender = Callable[..., Sender]

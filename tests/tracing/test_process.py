@@ -29,7 +29,7 @@ from tests.fake_vllm import FakeVllm
 from tests.gateway.conftest import toy_base as toy_base
 from tests.gateway.test_crash import ready
 from tests.store.conftest import Captured
-from tests.tracing.conftest import PAGE, keys
+from tests.tracing.conftest import PAGE, environment, keys
 
 ASK: list[Any] = [{"role": "user", "content": "Trace me."}]
 
@@ -62,17 +62,8 @@ async def test_nothing_is_lost_while_langfuse_is_away_and_the_gateway_is_killed(
     rewarded: set[str] = set()
     async with FakeVllm() as vllm:
         env = {
-            **os.environ,
-            "STROP_DATA_DIR": str(tmp_path / "strop"),
-            "STROP_REPLICAS": f'["{vllm.url}"]',
-            "STROP_BASE_MODEL": str(toy_base),
-            "STROP_PUBLISH_POLL": "0.05",
-            "STROP_PORT": str(port),
-            "STROP_LANGFUSE__SEND_SECONDS": "0.05",
+            **environment(tmp_path, toy_base, vllm, port, langfuse),
             "STROP_LANGFUSE__DRAIN_SECONDS": "100",
-            "LANGFUSE_PUBLIC_KEY": langfuse.public_key,
-            "LANGFUSE_SECRET_KEY": langfuse.secret_key,
-            "LANGFUSE_BASE_URL": langfuse.url,
         }
 
         async def load(until: int) -> None:

@@ -1,7 +1,6 @@
 """Of several processes of one gateway one has a sender, and another when that one is gone."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from tests.fake_langfuse import FakeLangfuse
 from tests.fake_vllm import FakeVllm
 from tests.gateway.conftest import toy_base as toy_base
 from tests.gateway.test_crash import ready
+from tests.tracing.conftest import environment
 
 BODY: dict[str, Any] = {
     "model": "agent",
@@ -71,18 +71,7 @@ async def test_of_several_processes_one_starts_a_sender(
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     async with FakeVllm() as vllm, aiohttp.ClientSession() as http:
-        env = {
-            **os.environ,
-            "STROP_DATA_DIR": str(tmp_path / "strop"),
-            "STROP_REPLICAS": f'["{vllm.url}"]',
-            "STROP_BASE_MODEL": str(toy_base),
-            "STROP_PUBLISH_POLL": "0.05",
-            "STROP_PORT": str(port),
-            "STROP_LANGFUSE__SEND_SECONDS": "0.05",
-            "LANGFUSE_PUBLIC_KEY": langfuse.public_key,
-            "LANGFUSE_SECRET_KEY": langfuse.secret_key,
-            "LANGFUSE_BASE_URL": langfuse.url,
-        }
+        env = environment(tmp_path, toy_base, vllm, port, langfuse)
         command = [sys.executable, "-m", "gateway.cli", "serve", "--workers", "2"]
         process = subprocess.Popen(command, env=env)
 
