@@ -18,6 +18,10 @@ def main() -> int:
     if sys.argv[1:2] == ["replay"]:
         from trainer.replay import command
 
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            sys.exit(
+                "Error: a step is taken again by one process; start `python -m trainer replay`."
+            )
         return command(sys.argv[2:])
     arguments = _arguments()
     settings = TrainerSettings()

@@ -1,6 +1,7 @@
 """Taking a step again: from what the log holds, and the version that it began from.
 
-On the CPU, with the same packages, the adapter is the same bit for bit.
+On the CPU, with the same packages, the adapter is the same bit for bit. A step that several
+processes took is taken again by one, which adds up in another order: equal within `TOLERANCE`.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from gateway.store import Database, queries, steps
@@ -25,6 +27,9 @@ _SETTINGS = ("device", "dtype", "quantization", "token_budget")
 """Settings of the trainer that change the numbers of a step."""
 _KEPT_APART = ("lora", "settings", "held_by")
 _PACKAGES = ("torch", "transformers", "peft", "trl")
+
+TOLERANCE = 1e-5
+"""Largest difference of a weight between one process and several."""
 
 
 class ReplayError(Exception):
@@ -45,6 +50,15 @@ class Replayed:
     metrics: dict[str, float]
     other_packages: list[str]
     """Packages that are not those of then."""
+    processes: int
+    """Those that took the step then."""
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether it is as near to the version as it must be; None if that cannot be told."""
+        if self.processes == 1 or self.equal is None:
+            return self.equal
+        return self.largest_difference <= TOLERANCE
 
 
 def config_of(policy: TrainablePolicy, settings: TrainerSettings) -> Json:
@@ -59,6 +73,7 @@ def config_of(policy: TrainablePolicy, settings: TrainerSettings) -> Json:
         },
         "trainer": {name: getattr(settings, name) for name in _SETTINGS},
         "threads": torch.get_num_threads(),
+        "processes": dist.get_world_size() if dist.is_initialized() else 1,
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
 
@@ -124,6 +139,8 @@ def replay(
         difference,
         stepped.metrics,
         _other_packages(config["packages"]),
+        # Steps of before this was recorded were compared as if one process had taken them.
+        config.get("processes", 1),
     )
 
 
@@ -173,14 +190,28 @@ def command(arguments: Sequence[str]) -> int:
         return 1
     finally:
         database.dispose()
-    print(f"Step {found.step_id} taken again: {found.folder}")
+    for line in _in_words(found):
+        print(line)
+    return 1 if found.agrees is False else 0
+
+
+def _in_words(found: Replayed) -> list[str]:
+    said = [f"Step {found.step_id} taken again: {found.folder}"]
     if found.other_packages:
-        print("Packages are not those of then: " + ", ".join(found.other_packages))
+        said.append("Packages are not those of then: " + ", ".join(found.other_packages))
+    if found.processes > 1:
+        said.append(
+            f"{found.processes} processes took it then and one does now, which adds up in another "
+            f"order: weights may differ by {TOLERANCE:g}."
+        )
     if found.equal is None:
-        print(f"The files of version {found.version} are deleted, so there is nothing to compare.")
-        return 0
-    if found.equal:
-        print(f"It is version {found.version}, bit for bit.")
-        return 0
-    print(f"It differs from version {found.version} by up to {found.largest_difference:.3g}.")
-    return 1
+        said.append(
+            f"The files of version {found.version} are deleted, so there is nothing to compare."
+        )
+    elif found.equal:
+        said.append(f"It is version {found.version}, bit for bit.")
+    else:
+        by = f"by up to {found.largest_difference:.3g}"
+        within = ", as it may" if found.agrees else ""
+        said.append(f"It differs from version {found.version} {by}{within}.")
+    return said

@@ -1,24 +1,34 @@
 """Which versions' files stay: the newest, the best by what they earned, and every m-th.
 
-What is served, on trial, waiting, loaded or trained from stays whatever the settings say.
+What is served, on trial, waiting, loaded or trained from stays whatever the settings say. What a
+trainer wrote that was killed before it could record it goes.
 """
 
 import logging
+import re
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import update
+from sqlalchemy import select, update
 
-from gateway.store import Database, queries, statistics
+from gateway.store import Database, queries, statistics, steps
 from gateway.store.claims import TrainablePolicy
 from gateway.store.life_settings import Keep
 from gateway.store.models import Version
+from trainer import checkpoints
 
 log = logging.getLogger("strop.trainer")
 
 _OUT_OF_SERVICE = ("retired", "failed", "superseded")
+_FOLDER = re.compile(r"\d{6,}-(\d+)")
+
+
+def tidy(database: Database, artifacts: Path, policy: TrainablePolicy, keep: Keep) -> None:
+    """Delete what need not be kept, and what never became a version."""
+    prune(database, policy, keep)
+    sweep(database, artifacts, policy)
 
 
 def prune(database: Database, policy: TrainablePolicy, keep: Keep) -> list[int]:
@@ -35,6 +45,46 @@ def prune(database: Database, policy: TrainablePolicy, keep: Keep) -> list[int]:
         names = ", ".join(f"@{number}" for number in deleted)
         log.info("%s: files of %s deleted, as the policy's keep settings say", policy.name, names)
     return deleted
+
+
+def sweep(database: Database, artifacts: Path, policy: TrainablePolicy) -> list[Path]:
+    """Delete folders of steps that failed after they had written one; returns them.
+
+    A step that failed cannot be finished any more, so nobody else is about to record the folder.
+    """
+    parent = checkpoints.policy_folder(artifacts, policy.project, policy.name)
+    matches = ((path, _FOLDER.fullmatch(path.name)) for path in sorted(parent.glob("[0-9]*-*")))
+    found = {path: int(match[1]) for path, match in matches if match is not None}
+    if not found:
+        return []
+    with database.read() as connection:
+        recorded = set(
+            connection.scalars(
+                select(Version.adapter_path).where(Version.adapter_path.in_(map(str, found)))
+            )
+        )
+        unrecorded = {path: step for path, step in found.items() if str(path) not in recorded}
+        deleted = [
+            path
+            for path, step_id in unrecorded.items()
+            if _wrote(steps.step(connection, policy.project, step_id), path)
+        ]
+    for path in deleted:
+        checkpoints.discard(path)
+        log.info("%s: %s deleted, whose step was given up", policy.name, path)
+    return deleted
+
+
+def _wrote(step: steps.Row | None, folder: Path) -> bool:
+    """Whether a folder is of this step, which failed, and not of another database's."""
+    if step is None or step["state"] != "failed":
+        return False
+    try:
+        record = checkpoints.load_record(folder)
+    except (OSError, ValueError, TypeError):
+        return False
+    planned = {span["completion"] for s in step["config"].get("samples", ()) for span in s["spans"]}
+    return bool(record.completions) and planned.issuperset(record.completions)
 
 
 def kept(rows: list[queries.Row], rewards: list[statistics.VersionReward], keep: Keep) -> set[int]:

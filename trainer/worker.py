@@ -276,7 +276,7 @@ class Worker:
         _report(policy, step_id, number, plan, stepped, seconds["total"])
         self._reporter.report(policy, settings, number, metrics)
         with contextlib.suppress(SQLAlchemyError):
-            retention.prune(self._database, policy, settings.keep)
+            retention.tidy(self._database, self._artifacts, policy, settings.keep)
         return Visit.STEPPED
 
     def _failed(
@@ -288,7 +288,7 @@ class Worker:
         error: Exception,
     ) -> Visit:
         # The weights in memory are those of no version any more. A folder that was written stays:
-        # whether the database knows of it cannot be told here, and it harms nobody.
+        # whether the database knows of it cannot be told here; the next step's tidying can.
         self._forget(policy)
         reason, words = explain(error)
         training.fail_step(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from gateway.store import Database
 from tests.trainer import tiny
+from trainer import replay
 from trainer.checkpoints import ADAPTER
 from trainer.crew import deal
 from trainer.worker import Visit, Worker
@@ -136,6 +137,9 @@ def test_two_processes_take_the_step_of_one_wait_for_more_and_end_cleanly(
     assert alone.keys() == together.keys()
     assert max(float((alone[name] - together[name]).abs().max()) for name in alone) <= 1e-5
     assert any(float(w.abs().max()) > 1e-5 for name, w in alone.items() if "lora_B" in name)
+    # What two took is taken again by one.
+    again = replay.replay(twin.database, trainer_settings, 1, tmp_path / "again")
+    assert (again.processes, again.agrees) == (2, True)
     mine, theirs = metrics(log), metrics(twin)
     assert (mine["passes"], theirs["passes"]) == (1, 3)
     assert ("sharded" in launched.log.read_text()) == (way != ["--multi_gpu"])

@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
+import signal
 import time
 
 import pytest
@@ -146,6 +148,37 @@ def test_trainers_killed_at_random_moments_end_where_an_undisturbed_one_does(con
             assert record.groups == checkpoints.load_record(theirs).groups
             config = log.rows(f"select config from steps where id = {record.step_id}")
             assert [s["trajectory"] for s in json.loads(config[0][0])["samples"]]
+
+
+def test_what_was_written_and_never_recorded_is_deleted_by_the_next_step(
+    context, tmp_path, base, base_model, monkeypatch
+):
+    monkeypatch.setenv("STROP_CONFIG", str(tmp_path / "none.toml"))
+    log = tiny.Log(tmp_path, base, **SETTINGS)
+    with log.at_once():
+        for number in range(2):
+            log.episodes(base_model, f"g{number}", [1.0, 0.0], seed=number)
+    arguments = (log.url, str(log.artifacts), LEASE)
+    process = context.Process(target=killed.train_until_written, args=arguments)
+    process.start()
+    process.join(240)
+    assert process.exitcode == -signal.SIGKILL
+    folder = log.artifacts / "default" / "agent"
+    assert [path.name for path in folder.iterdir()] == ["000001-1"]
+    # Of a step of another database, and one that is not strop's: nobody's business here.
+    other = folder / "000009-1"
+    shutil.copytree(folder / "000001-1", other)
+    record = json.loads((other / "state" / "step.json").read_text())
+    record["completions"] = ["chatcmpl-elsewhere"]
+    (other / "state" / "step.json").write_text(json.dumps(record))
+    (folder / "000001-mine").mkdir()
+
+    process = context.Process(target=killed.train, args=(log.url, str(log.artifacts), 1, LEASE))
+    process.start()
+    finished(process)
+    assert log.rows("select id, state from steps") == [(1, "failed"), (2, "done")]
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["000001-2", "000001-mine", "000009-1"]
 
 
 def folder_of(log, policy, number):

@@ -71,6 +71,33 @@ def test_what_cannot_be_taken_again_is_refused_in_words(
         again(1)
 
 
+def test_a_step_of_several_processes_is_compared_within_what_their_sums_may_differ(
+    make_log, make_worker, base_model, trainer_settings, tmp_path, monkeypatch, capsys
+):
+    log = make_log()
+    train(log, make_worker(log), base_model, 1)
+    config = json.loads(log.rows("select config from steps")[0][0])
+    assert config["processes"] == 1
+    config["processes"] = 2
+    with log.database.write() as connection:
+        connection.exec_driver_sql("update steps set config = ?", (json.dumps(config),))
+    file = log.artifacts / "default" / "agent" / "000001-1" / "adapter_model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in sorted(weights) if "lora_B" in name)
+    monkeypatch.setattr(sys, "argv", ["trainer", "replay", "1"])
+    monkeypatch.setenv("STROP_DATA_DIR", str(tmp_path))
+    monkeypatch.setenv("STROP_TRAINER_DEVICE", "cpu")
+    for difference, code, words in ((5e-6, 0, ", as it may."), (5e-5, 1, "e-05.")):
+        save_file({**weights, name: weights[name] + difference}, file)
+        assert trainer_main() == code
+        said = capsys.readouterr().out
+        assert "2 processes took it then and one does now" in said
+        assert said.rstrip().endswith(words)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="one process takes a step again"):
+        trainer_main()
+
+
 def test_a_recipe_gives_the_samples_back(make_log, base_model):
     log = make_log()
     prompt, answer, more = [3, 4, 5], [6, 7], [8, 9, 10]
