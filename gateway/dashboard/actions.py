@@ -70,14 +70,15 @@ async def post_reward(request: Request, gateway: Strop) -> Response:
         fields = await session.form(request)
         trajectory = fields.get("trajectory", "")
         back = f"/trajectories/{quote(trajectory, safe='')}"
-        target = fields.get("target", "")
+        completion, choice = _target(fields.get("target", ""))
         thumb, number = fields.get("thumb"), fields.get("number", "").strip()
         try:
             value = float(thumb if thumb is not None else number)
             body = rewards.RewardBody(
                 reward=value,
-                completion_id=target or None,
-                trajectory_id=None if target else trajectory,
+                completion_id=completion,
+                choice=choice,
+                trajectory_id=None if completion else trajectory,
                 name=fields.get("name", "").strip() or "reward",
                 comment=fields.get("comment", "").strip() or None,
             )
@@ -89,6 +90,14 @@ async def post_reward(request: Request, gateway: Strop) -> Response:
     except ApiError as error:
         return _refused(request, error, back)
     return _back(back, f"The reward {value:g} counts.")
+
+
+def _target(chosen: str) -> tuple[str | None, int | None]:
+    """Completion and choice of what the form calls a turn, `3/chatcmpl-…` one of its answers."""
+    number, slash, completion = chosen.partition("/")
+    if slash and number.isdecimal():
+        return completion, int(number)
+    return chosen or None, None
 
 
 Action = Callable[[str, dict[str, str], Gateway], Awaitable[str]]

@@ -204,6 +204,30 @@ async def test_rewards_are_posted_by_thumb_number_and_comment(browser: Browser, 
     ]
 
 
+async def test_one_of_several_answers_is_rewarded_by_itself(browser: Browser, strop: Running):
+    reply = await strop.client.chat.completions.create(
+        model="agent",
+        messages=seed.ASK,
+        max_tokens=4,
+        n=3,
+        extra_headers={"X-Strop-Trajectory": "several"},
+    )
+    async with opened(browser, strop, "/trajectories/several") as page:
+        options = page.get_by_label("For").locator("option")
+        assert await options.all_inner_texts() == [
+            "the whole trajectory",
+            "turn 1",
+            *(f"turn 1, answer {number}" for number in range(3)),
+        ]
+        await page.get_by_label("For").select_option("turn 1, answer 2")
+        await page.get_by_role("button", name="Good").click()
+        await page.wait_for_selector("text=The reward 1 counts")
+        assert "choice 2" in await page.inner_text("main")
+    _, body = await strop.get("/v1/rewards?trajectory_id=several")
+    (posted,) = body["data"]
+    assert (posted["completion_id"], posted["choice"], posted["reward"]) == (reply.id, 2, 1.0)
+
+
 async def test_every_lever_of_a_policy_asks_before_it_moves(browser: Browser, strop: Running):
     await filled(strop)
 
