@@ -161,6 +161,8 @@ def strop(folder: Path, case: dict[str, Any]) -> None:
     clock = _Parts()
     for owner, name in (
         (learner.trainer, "_compute_loss"),
+        # A forward of what more than one version lies behind, here from the third step on.
+        (learner.trainer, "effective_shares"),
         (learner.trainer.accelerator, "backward"),
         (learner.trainer.optimizer, "step"),
     ):
