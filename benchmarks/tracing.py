@@ -1,12 +1,14 @@
 """What sending traces to Langfuse costs requests: strop with it and without, turn by turn.
 
-    python -m benchmarks.tracing [--rounds 12] [--seconds 2] [--case json|stream] [--quick]
+    python -m benchmarks.tracing [--rounds 12] [--seconds 2] [--case json|stream] [--lag SECONDS]
+                                 [--quick]
 
 Two gateways stand in front of one canned upstream; load goes to one and then to the other, so that
 whatever else happens on the machine meets both, and each figure is the median of the rounds' own
 ratios. Langfuse is a receiver that keeps everything and looks at it when all is over; it runs on
 the same cores. Sending goes on while requests are answered and after: behind every load the outbox
-is emptied, and how long that takes is shown. In the end what the receiver has is counted.
+is emptied, and how long that takes is shown. With `--lag` below `--seconds` most of each load goes
+on after sending has stopped to hold back. In the end what the receiver has is counted.
 """
 
 import argparse
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=2.0, help="of each load")
     parser.add_argument("--case", choices=["json", "stream"], help="only one of them")
+    parser.add_argument("--lag", type=float, help="lag_seconds; as by default if not given")
     parser.add_argument("--quick", action="store_true", help="a look, no figures to keep")
     parser.add_argument("--receive", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -140,7 +143,10 @@ def main() -> None:
         for on in (False, True):
             keys = ("pk", "sk", f"http://127.0.0.1:{port}") if on else ("", "", "")
             named = zip(("PUBLIC_KEY", "SECRET_KEY", "BASE_URL"), keys, strict=True)
-            with environment(**{f"LANGFUSE_{name}": value for name, value in named}):
+            values = {f"LANGFUSE_{name}": value for name, value in named}
+            if options.lag is not None:
+                values["STROP_LANGFUSE__LAG_SECONDS"] = str(options.lag)
+            with environment(**values):
                 name = "on" if on else "off"
                 servers[on] = stack.enter_context(strop(to, folder / name, name))
         database = folder / "on" / "strop" / "strop.db"

@@ -111,24 +111,39 @@ def phases(title: str, seconds: dict[str, float]) -> Markup:
 
 
 def bars(title: str, counts: Sequence[int]) -> Markup:
-    """Counts over time, the newest at the right."""
+    """Counts of minutes, the one that runs at the right; the ends of both axes are named."""
     if not counts or not any(counts):
         return Markup("")
-    height, top = 64, max(counts)
-    step = _WIDTH / len(counts)
-    parts = [_open(title, height)]
-    for index, count in enumerate(counts):
-        tall = count / top * (height - 4)
+    width, height, top = 1080, 130, max(counts)
+    floor = height - _BOTTOM
+    step = (width - _LEFT - _RIGHT) / len(counts)
+    parts = [_open(title, height, width, "band")]
+    for value in sorted({0, top}):
+        y = floor - value / top * (floor - _TOP)
         parts.append(
-            f'<rect class="bar train" x="{index * step + 1:.1f}" y="{height - tall:.1f}" '
-            f'width="{step - 2:.1f}" height="{tall:.1f}"/>'
+            f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick end" x="{_LEFT - 6}" y="{y + 4:.1f}">{value:,}</text>'
         )
+    for index, count in enumerate(counts):
+        tall = count / top * (floor - _TOP)
+        past = len(counts) - 1 - index
+        parts.append(
+            f'<rect class="bar train" x="{_LEFT + index * step + 1:.1f}" y="{floor - tall:.1f}" '
+            f'width="{step - 2:.1f}" height="{tall:.1f}">'
+            f"<title>{count:,}, {f'{past} min ago' if past else 'this minute'}</title></rect>"
+        )
+        if past % 15 == 0 and past:
+            x = _LEFT + (index + 0.5) * step
+            parts.append(
+                f'<text class="tick mid" x="{x:.1f}" y="{height - 8}">{past} min ago</text>'
+            )
+    parts.append(f'<text class="tick end" x="{width - _RIGHT}" y="{height - 8}">now</text>')
     return Markup("".join([*parts, "</svg>"]))
 
 
-def _open(title: str, height: int) -> str:
+def _open(title: str, height: int, width: int = _WIDTH, kind: str = "") -> str:
     return (
-        f'<svg class="chart" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'<svg class="chart {kind}" viewBox="0 0 {width} {height}" role="img" '
         f'aria-label="{escape(title)}" preserveAspectRatio="xMidYMid meet">'
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from gateway.store.records import StoredCompletion
+from gateway.store.records import StoredChoice, StoredCompletion
 
 _LONGEST = 20_000
 """Characters of one message that a page shows; the API has all of it."""
@@ -25,6 +25,8 @@ class Said:
     reasoning: str = ""
     cut: int = 0
     """Characters that are not shown."""
+    choice: int = 0
+    """Of an answer, which of the completion's it is."""
 
 
 @dataclass(slots=True)
@@ -32,6 +34,8 @@ class Turn:
     """One completion: the messages that came since the turn before, and the answers."""
 
     completion: StoredCompletion
+    number: int
+    """From 1, in the order in which the turns were asked for."""
     thread: int
     begins: bool
     """Whether a thread begins here."""
@@ -43,6 +47,11 @@ class Turn:
     def seconds(self) -> float:
         """From the request to the end of the answer."""
         return self.completion.finished_at - self.completion.created_at
+
+    @property
+    def choices(self) -> list[StoredChoice]:
+        """The choices that can be rewarded."""
+        return self.completion.choices
 
 
 def said(message: Any, role: str = "") -> Said:
@@ -84,7 +93,7 @@ def turns(completions: list[StoredCompletion]) -> Iterator[Turn]:
     continued: set[tuple[str, int | None]] = set()
     counts = {completion.id: len(completion.messages) for completion in completions}
     threads = 0
-    for completion in completions:
+    for number, completion in enumerate(completions, 1):
         above = completion.parent_id
         place = (above or "", completion.parent_choice)
         goes_on = above in thread_of and place not in continued
@@ -100,15 +109,19 @@ def turns(completions: list[StoredCompletion]) -> Iterator[Turn]:
         error = response.get("error")
         yield Turn(
             completion,
+            number,
             thread,
             not goes_on,
             [said(message) for message in completion.messages[shared:]],
-            [
-                said(choice.get("message") or {"content": choice.get("text")}, "assistant")
-                for choice in response.get("choices") or ()
-            ],
+            [_answer(choice, place) for place, choice in enumerate(response.get("choices") or ())],
             str(error.get("message", error)) if isinstance(error, dict) else error,
         )
+
+
+def _answer(choice: dict[str, Any], place: int) -> Said:
+    found = said(choice.get("message") or {"content": choice.get("text")}, "assistant")
+    found.choice = choice.get("index", place)
+    return found
 
 
 def text_of(message: Any) -> str:

@@ -227,6 +227,7 @@ async def trajectory(
         found=found,
         trajectory=found.trajectory,
         turns=turns[: views.TURNS],
+        by_id={turn.completion.id: turn for turn in turns},
         more=max(0, len(turns) - views.TURNS),
         threads=max((turn.thread for turn in turns), default=0),
         said=said,

@@ -53,6 +53,33 @@ def _number(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def _decimals(value: Any, places: int) -> str:
+    """A number under others: all have as many places, so that their points are in a line."""
+    if not isinstance(value, int | float):
+        return _number(value)
+    shown = f"{value:,.{places}f}"
+    if value and not float(shown.replace(",", "")):
+        return f"{value:.1e}"
+    return shown.replace("-", "\N{MINUS SIGN}")
+
+
+_METRICS = {
+    "kl": "KL to the reference, nats",
+    "entropy": "entropy, nats a token",
+    "groups_taught_nothing": "share of groups that taught nothing",
+    "staleness_mean": "staleness, versions (mean)",
+    "staleness_max": "staleness, versions (most)",
+    "reward_mean": "reward (mean)",
+    "reward_std": "reward (standard deviation)",
+    "grad_norm": "gradient norm",
+}
+
+
+def _metric(name: str) -> str:
+    """What a metric of a step is called where people read it."""
+    return _METRICS.get(name, name.replace("_", " "))
+
+
 def _part(value: Any) -> str:
     return quote(str(value), safe="")
 
@@ -64,6 +91,7 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _TEMPLATES.filters |= {"when": _when, "ago": _ago, "number": _number, "part": _part}
+_TEMPLATES.filters |= {"decimals": _decimals, "metric": _metric}
 
 
 def page(request: Request, name: str, status: int = 200, **values: Any) -> HTMLResponse:

@@ -12,8 +12,12 @@ import orjson
 EVENT_BYTES = 800_000
 """Most content, in bytes of JSON, of one observation."""
 
-TRACE_BYTES = 3_200_000
-"""Most content of all observations of a trace together."""
+TRACE_BYTES = 2_000_000
+"""Most content of all observations of a trace together, beside the stubs of a full one."""
+
+FRAMES_BYTES = 1_500_000
+"""Most of what surrounds content, stubs among it, in one of strop's traces. What comes after it
+goes into a further one."""
 
 _SHORTEST = 160
 """Characters that are left of every text before messages are left out."""

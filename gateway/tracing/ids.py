@@ -23,14 +23,22 @@ class Place:
     """The observation that it is in; None at the top of its trace."""
 
 
-def trace_id(project: str, trajectory_id: str) -> str:
-    """The trace of a trajectory that no caller traces: 32 hex digits."""
-    return _digest(16, "trace", project, trajectory_id)
+MOST_PARTS = 1_000
+"""Traces that one trajectory can have; what would come after them is in the last."""
 
 
-def agent_id(project: str, trajectory_id: str) -> str:
-    """The observation that stands for a trajectory: 16 hex digits."""
-    return _digest(8, "trajectory", project, trajectory_id)
+def trace_id(project: str, trajectory_id: str, part: int = 0) -> str:
+    """The trace of a trajectory that no caller traces: 32 hex digits.
+
+    Args:
+        part: of a trajectory that is too long for one trace, which of its traces.
+    """
+    return _digest(16, "trace", project, trajectory_id, *_further(part))
+
+
+def agent_id(project: str, trajectory_id: str, part: int = 0) -> str:
+    """The observation that stands for a trajectory in a part of it: 16 hex digits."""
+    return _digest(8, "trajectory", project, trajectory_id, *_further(part))
 
 
 def generation_id(completion_id: str) -> str:
@@ -52,6 +60,10 @@ def callers_place(traceparent: str | None) -> Place | None:
     if match is None or not match[1].strip("0"):
         return None
     return Place(match[1], match[2] if match[2].strip("0") else None)
+
+
+def _further(part: int) -> tuple[str, ...]:
+    return (str(part),) if part else ()
 
 
 def _digest(size: int, *parts: str) -> str:

@@ -17,32 +17,11 @@ from gateway.store.models import CompletionUse, Step
 from gateway.store.records import Json, StoredCompletion
 from gateway.tracing import ids, trees
 from gateway.tracing.content import EVENT_BYTES, TRACE_BYTES, cut, dump, size
+from gateway.tracing.frames import SMALL, STUB, label, parameters
 from gateway.tracing.trees import Families, Node
-
-_FRAME = 2_000
-"""Bytes of an observation beside its content, in which names and metadata are."""
-
-_STUB = 400
-"""Bytes of content that an observation has where its trace is full."""
 
 _SUMMARY = 8_000
 """Bytes that an agent observation repeats of the first question, and of the last answer."""
-
-_LONGEST_LABEL = 200
-"""Characters of a tag, a session or a name: Langfuse drops longer ones."""
-
-_LONGEST_PARAMETER = 500
-_MOST_PARAMETERS = 32
-"""Characters of a parameter, and parameters: a grammar, or a bias for each token, may be long."""
-
-_PARAMETERS = (
-    "max_tokens",
-    "max_completion_tokens",
-    "n",
-    "stop",
-    "reasoning_effort",
-    "tool_choice",
-)
 
 
 @dataclass(slots=True)
@@ -95,9 +74,11 @@ def observations(
             if completion.id not in wanted:
                 continue
             if ids.callers_place(completion.traceparent) is None:
+                part = families.part_of(completion)
                 for above in families.line(node.id):
-                    if above.callers_place() is None and above.id not in found:
-                        found[above.id] = _agent(families, above, public_url, allowed)
+                    agent = ids.agent_id(project, above.id, part)
+                    if above.callers_place() is None and agent not in found:
+                        found[agent] = _agent(families, above, part, public_url, allowed)
             generations.append(
                 _generation(families, node, completion, uses, public_url, allowed[completion.id])
             )
@@ -110,7 +91,7 @@ def link_to(public_url: str, trajectory_id: str) -> str:
 
 
 def _allowances(families: Families) -> dict[str, int]:
-    """Bytes of content for each completion, and (by its id) for each trajectory's agent.
+    """Bytes of content for each completion, and for each agent observation, by its id.
 
     A trace is filled in the order in which its completions ended, which is that in which they can
     be sent: what comes later takes nothing away from what is there already.
@@ -122,12 +103,14 @@ def _allowances(families: Families) -> dict[str, int]:
     for completion in sorted(every, key=lambda c: (c.finished_at, c.id)):
         trace = families.place_of(completion).trace_id
         rest = left.get(trace, TRACE_BYTES)
-        if completion.trajectory_id not in allowed:
-            allowed[completion.trajectory_id] = max(2 * _STUB, min(2 * _SUMMARY, rest))
-            rest -= allowed[completion.trajectory_id] + _FRAME
+        part = families.part_of(completion)
+        agent = ids.agent_id(families.project, completion.trajectory_id, part)
+        if agent not in allowed:
+            allowed[agent] = max(2 * STUB, min(2 * _SUMMARY, rest))
+            rest -= allowed[agent]
         granted = min(_content_size(completion, sizes), EVENT_BYTES, rest)
-        allowed[completion.id] = max(_STUB, granted)
-        left[trace] = rest - allowed[completion.id] - _FRAME
+        allowed[completion.id] = max(STUB, granted)
+        left[trace] = rest - allowed[completion.id]
     return allowed
 
 
@@ -145,14 +128,20 @@ def _content_size(completion: StoredCompletion, sizes: dict[int, int]) -> int:
     return total
 
 
-def _agent(families: Families, node: Node, public_url: str, allowed: dict[str, int]) -> Observation:
-    above = families.above(node.id)
+def _agent(
+    families: Families, node: Node, part: int, public_url: str, allowed: dict[str, int]
+) -> Observation:
+    above = families.above(node.id, part)
+    agent = ids.agent_id(families.project, node.id, part)
     link = link_to(public_url, node.id)
     row = node.row
-    # Of a parent that is only known by name, the children say when it was.
-    known = node.own or node.completions or _below(families, node)
-    half = allowed.get(node.id, 2 * _STUB) // 2
+    own = [c for c in node.own or node.completions if families.part_of(c) == part]
+    # Of a parent that is known by name alone, or silent in this part, the children say when it was.
+    known = own or _below(families, node, part)
+    half = allowed.get(agent, 2 * STUB) // 2
     metadata: Json = {"trajectory_id": node.id, "link": link}
+    if part:
+        metadata["part"] = part + 1
     if row is not None:
         metadata.update(
             group_id=row["group_id"],
@@ -165,26 +154,27 @@ def _agent(families: Families, node: Node, public_url: str, allowed: dict[str, i
     first, last = known[0], max(known, key=lambda c: c.finished_at)
     return Observation(
         trace_id=above.trace_id,
-        id=ids.agent_id(families.project, node.id),
+        id=agent,
         parent_id=above.parent_id,
         kind="agent",
-        name=_label(row["policy"] if row is not None else node.id),
+        name=label(row["policy"] if row is not None else node.id),
         start=min(c.created_at for c in known),
         end=max(c.finished_at for c in known),
         trajectory_id=node.id,
-        input=_text(question_of(first), half, link) if node.completions else None,
-        output=_text(answer_of(last), half, link) if node.completions else None,
+        input=_text(question_of(first), half, link) if own else None,
+        output=_text(answer_of(last), half, link) if own else None,
         metadata=metadata,
-        trace=_trace(families, node),
+        trace=_trace(families, node, part),
     )
 
 
-def _below(families: Families, node: Node) -> list[StoredCompletion]:
+def _below(families: Families, node: Node, part: int) -> list[StoredCompletion]:
     return [
         completion
         for child in families.nodes.values()
         if node in families.line(child.id)
         for completion in child.completions
+        if families.part_of(completion) == part
     ]
 
 
@@ -200,7 +190,7 @@ def _generation(
     link = link_to(public_url, completion.trajectory_id)
     answer = answer_of(completion)
     given = question_of(completion)
-    output = _text(answer, max(_STUB // 2, limit - min(limit // 2, size(given))), link)
+    output = _text(answer, max(STUB // 2, limit - min(limit // 2, size(given))), link)
     usage = (completion.response or {}).get("usage") or {}
     level = {"error": "ERROR", "aborted": "WARNING"}.get(completion.status)
     joined = ids.callers_place(completion.traceparent) is not None
@@ -223,20 +213,22 @@ def _generation(
         id=ids.generation_id(completion.id),
         parent_id=place.parent_id,
         kind="generation",
-        name=_label(completion.policy),
+        name=label(completion.policy),
         start=completion.created_at,
         end=completion.finished_at,
         completion_id=completion.id,
         trajectory_id=completion.trajectory_id,
-        version=_label(_version(completion)),
-        input=_text(given, max(_STUB // 2, limit - len(output.encode())), link),
+        version=label(_version(completion)),
+        input=_text(given, max(STUB // 2, limit - len(output.encode())), link),
         output=output,
         metadata=metadata,
         level=level,
         status_message=_error(completion, link) if level else None,
-        trace={"tags": _tags(node)} if joined else _trace(families, node),
-        model=_label(completion.policy),
-        parameters=_parameters(completion),
+        trace={"tags": _tags(node)}
+        if joined
+        else _trace(families, node, families.part_of(completion)),
+        model=label(completion.policy),
+        parameters=parameters(completion),
         usage={
             name: count
             for name, count in (
@@ -287,43 +279,23 @@ def answer_of(completion: StoredCompletion) -> Any:
 def _error(completion: StoredCompletion, link: str) -> str:
     error = (completion.response or {}).get("error") or {}
     message = error.get("message") if isinstance(error, dict) else error
-    return str(cut(message or completion.status, 1_000, link))
+    return str(cut(message or completion.status, SMALL, link))
 
 
-def _parameters(completion: StoredCompletion) -> Json:
-    asked = {name: completion.request.get(name) for name in _PARAMETERS}
-    shaped = {name: value for name, value in completion.sampling.items() if name != "asked"}
-    return {
-        _label(name): value if isinstance(value, int | float) else _short(value)
-        for name, value in list({**asked, **shaped}.items())[:_MOST_PARAMETERS]
-        if value is not None
-    }
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else dump(value).decode()
-    return text if len(text) <= _LONGEST_PARAMETER else text[: _LONGEST_PARAMETER - 1] + "…"
-
-
-def _trace(families: Families, node: Node) -> Json:
+def _trace(families: Families, node: Node, part: int) -> Json:
     top = families.line(node.id)[-1]
     trace: Json = {"tags": _tags(node)}
     if top.row is not None:
-        trace["name"] = _label(top.row["policy"])
-        trace["session"] = _label(top.row["group_id"])
+        name = label(top.row["policy"])
+        trace["name"] = f"{name} (part {part + 1})" if part else name
+        trace["session"] = label(top.row["group_id"])
     return trace
 
 
 def _tags(node: Node) -> list[str]:
     if node.row is None:
         return []
-    return [_label(f"policy:{node.row['policy']}"), _label(f"group:{node.row['group_id']}")]
-
-
-def _label(text: str) -> str:
-    # Langfuse takes sessions of ASCII only.
-    text = text.encode("ascii", "replace").decode() if not text.isascii() else text
-    return text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "~"
+    return [label(f"policy:{node.row['policy']}"), label(f"group:{node.row['group_id']}")]
 
 
 def _uses(connection: Connection, completion_ids: Iterable[str]) -> dict[str, list[Json]]:
@@ -362,7 +334,7 @@ def _training(uses: list[Json]) -> Json:
 
 
 def _small(value: Any, link: str) -> Any:
-    return cut(value, 1_000, link) if value else None
+    return cut(value, SMALL, link) if value else None
 
 
 def _text(value: Any, limit: int, link: str) -> str:

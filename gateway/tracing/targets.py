@@ -1,5 +1,6 @@
 """The way back: from a trace or observation of Langfuse's to what it stands for."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, select
@@ -34,13 +35,13 @@ def target_of(
     rows = sorted(connection.execute(query).tuples(), key=lambda row: row[0])
     inside = [trajectory_id for trajectory_id, _ in rows]
     if observation_id is None:
-        own = [t for t in inside if trace_id in (t, ids.trace_id(project, t))]
+        own = [t for t in inside if trace_id == t or _part(trace_id, ids.trace_id, project, t)]
         # Of a caller's trace with one trajectory in it, that one is meant; a sub-agent never is.
         alone = [t for t, parent in rows if parent is None and len(rows) == 1]
         chosen = own or alone
         return Target(chosen[0]) if chosen else None
     for trajectory_id in inside:
-        if ids.agent_id(project, trajectory_id) == observation_id:
+        if _part(observation_id, ids.agent_id, project, trajectory_id):
             return Target(trajectory_id)
     completions = select(Completion.id, Completion.trajectory_id).where(
         Completion.project == project, Completion.trajectory_id.in_(inside)
@@ -49,3 +50,10 @@ def target_of(
         if ids.generation_id(row.id) == observation_id:
             return Target(row.trajectory_id, row.id)
     return None
+
+
+def _part(
+    found: str | None, id_of: Callable[[str, str, int], str], project: str, trajectory_id: str
+) -> bool:
+    """Whether an id is that of a trajectory, in any of its parts."""
+    return any(id_of(project, trajectory_id, part) == found for part in range(ids.MOST_PARTS))

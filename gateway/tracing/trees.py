@@ -2,7 +2,8 @@
 
 A trajectory is an agent observation: at the top of a trace of its own, or, for a sub-agent, inside
 its parent's. One whose caller traces itself has no observation; its completions hang in the
-caller's trace.
+caller's trace. What is too long for one trace goes on in a second of the same session, a third and
+so on, in which the same agents stand again; a caller's trace is the caller's, however long.
 """
 
 from collections.abc import Iterable
@@ -15,6 +16,8 @@ from gateway.store.models import Completion, Trajectory
 from gateway.store.reading import stored_completions
 from gateway.store.records import StoredCompletion
 from gateway.tracing import ids
+from gateway.tracing.content import FRAMES_BYTES
+from gateway.tracing.frames import STUB, frame
 from gateway.tracing.ids import Place
 
 _DEEPEST = 64
@@ -51,6 +54,7 @@ class Families:
     def __init__(self, project: str, nodes: dict[str, Node]):
         self.project = project
         self.nodes = nodes
+        self._parts: dict[str, int] | None = None
 
     def line(self, trajectory_id: str) -> list[Node]:
         """A trajectory and its ancestors, the topmost last."""
@@ -64,22 +68,22 @@ class Families:
             current = node.row["parent_id"] if node.row is not None else None
         return found
 
-    def above(self, trajectory_id: str) -> Place:
+    def above(self, trajectory_id: str, part: int = 0) -> Place:
         """The trace of a trajectory, and what its agent observation hangs in, if in anything."""
         line = self.line(trajectory_id)
         if len(line) > 1:
-            return self.place(line[1].id)
-        return Place(ids.trace_id(self.project, trajectory_id), None)
+            return self.place(line[1].id, part)
+        return Place(ids.trace_id(self.project, trajectory_id, part), None)
 
-    def place(self, trajectory_id: str) -> Place:
+    def place(self, trajectory_id: str, part: int = 0) -> Place:
         """The trace of a trajectory, and the observation that its own completions hang in."""
         trace = None
         place = None
         for node in reversed(self.line(trajectory_id)):
             place = node.callers_place()
             if place is None:
-                trace = trace or ids.trace_id(self.project, node.id)
-                place = Place(trace, ids.agent_id(self.project, node.id))
+                trace = trace or ids.trace_id(self.project, node.id, part)
+                place = Place(trace, ids.agent_id(self.project, node.id, part))
             trace = place.trace_id
         assert place is not None
         return place
@@ -87,7 +91,44 @@ class Families:
     def place_of(self, completion: StoredCompletion) -> Place:
         """Where the generation of a completion hangs."""
         callers = ids.callers_place(completion.traceparent)
-        return callers or self.place(completion.trajectory_id)
+        return callers or self.place(completion.trajectory_id, self.part_of(completion))
+
+    def part_of(self, completion: StoredCompletion) -> int:
+        """Which of the traces of its trajectory a completion is in, from 0.
+
+        Traces are filled in the order in which completions ended, which is that in which they can
+        be sent: what comes later moves nothing that is there already.
+        """
+        if self._parts is None:
+            self._parts = self._divided()
+        return self._parts.get(completion.id, 0)
+
+    def _divided(self) -> dict[str, int]:
+        tops: dict[str, str] = {}
+        for node in self.nodes.values():
+            line = self.line(node.id)
+            if all(one.callers_place() is None for one in line):
+                tops[node.id] = line[-1].id
+        found: dict[str, int] = {}
+        filled: dict[str, int] = {}
+        inside: set[tuple[str, int]] = set()
+        own = [c for node in self.nodes.values() if node.id in tops for c in node.own]
+        for completion in sorted(own, key=lambda c: (c.finished_at, c.id)):
+            top = tops[completion.trajectory_id]
+            weight = STUB + frame(completion, self.nodes[completion.trajectory_id].row)
+            total = filled.get(top, 0)
+            part = total // FRAMES_BYTES
+            if total % FRAMES_BYTES + 2 * weight > FRAMES_BYTES:
+                part += 1
+                total = part * FRAMES_BYTES
+            part = min(part, ids.MOST_PARTS - 1)
+            if (completion.trajectory_id, part) not in inside:
+                # Its agent stands in that trace too.
+                inside.add((completion.trajectory_id, part))
+                total += weight + STUB
+            found[completion.id] = part
+            filled[top] = total + weight
+        return found
 
 
 def read(connection: Connection, project: str, trajectory_ids: Iterable[str]) -> Families:

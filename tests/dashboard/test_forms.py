@@ -119,8 +119,63 @@ async def test_both_lists_are_paged_and_narrowed_down_alike(browser: Browser, st
 async def test_on_a_phone_a_number_stands_beside_its_name(browser: Browser, strop: Running):
     await filled(strop)
     async with opened(browser, strop, "/steps/1", viewport={"width": 390, "height": 800}) as page:
-        for region, name in (("Metrics", "grad norm"), ("rewards", "style")):
+        for region, name in (("Metrics", "gradient norm"), ("rewards", "style")):
             row = page.get_by_role("region", name=region).locator("tr", has_text=name)
             box = await row.locator(".n").bounding_box()
             assert box is not None
             assert box["x"] + box["width"] <= 390, name
+
+
+async def test_one_of_several_choices_is_rewarded_by_itself(browser: Browser, strop: Running):
+    headers = {"X-Strop-Trajectory": "several"}
+    messages = [{"role": "user", "content": "Name a colour."}]
+    reply = await strop.client.chat.completions.create(
+        model="agent", messages=messages, n=3, max_tokens=4, extra_headers=headers
+    )
+    async with opened(browser, strop, "/trajectories/several") as page:
+        answers = page.locator(".message.assistant")
+        for place, choice in enumerate(reply.choices):
+            shown = await answers.nth(place).inner_text()
+            assert shown.startswith(f"choice {choice.index}")
+            assert (choice.message.content or "") in shown
+        target = page.get_by_label("For")
+        offered = await target.locator("option").all_inner_texts()
+        turn = "turn 1"
+        assert offered == ["the whole trajectory", turn, *(f"{turn}, choice {n}" for n in range(3))]
+        await target.select_option("turn 1, choice 2")
+        await page.get_by_role("button", name="Good").click()
+        await page.wait_for_selector("text=The reward 1 counts")
+        await target.select_option("turn 1, choice 0")
+        await page.get_by_label("Number").fill("0.25")
+        await page.get_by_role("button", name="Post").click()
+        await page.wait_for_selector("text=The reward 0.25 counts")
+        rows = await page.get_by_role("region", name="All rewards").locator("tbody tr").all()
+        assert ["turn 1, choice 0" in await row.inner_text() for row in rows] == [True, False]
+        assert ["turn 1, choice 2" in await row.inner_text() for row in rows] == [False, True]
+        # A form that was tampered with, or is older than what it is about.
+        for wrong in ("7", "none"):
+            value = f"{wrong}/{reply.id}"
+            await target.evaluate("(one, value) => (one.options[1].value = value)", value)
+            await target.select_option("turn 1")
+            await page.get_by_role("button", name="Bad").click()
+            await page.wait_for_selector("[role=alert]")
+            await page.get_by_role("link", name="Back").click()
+            await page.wait_for_selector("text=Reward it")
+    _, body = await strop.get("/v1/rewards?trajectory_id=several")
+    found = {(r["completion_id"], r["choice"]): r["reward"] for r in body["data"]}
+    assert found == {(reply.id, 2): 1.0, (reply.id, 0): 0.25}
+
+
+async def test_a_single_answer_offers_no_choices(browser: Browser, strop: Running):
+    await seed.three(strop)
+    async with opened(browser, strop, "/trajectories/run%2F0") as page:
+        offered = await page.get_by_label("For").locator("option").all_inner_texts()
+        assert offered == ["the whole trajectory", "turn 1", "turn 2"]
+
+
+async def test_traffic_has_its_two_axes_named(browser: Browser, strop: Running):
+    await seed.three(strop)
+    async with opened(browser, strop, "/") as page:
+        chart = page.get_by_role("img", name="Completions of each of the last 60 minutes")
+        texts = await chart.locator("text").all_text_contents()
+        assert texts == ["0", "5", "45 min ago", "30 min ago", "15 min ago", "now"]
