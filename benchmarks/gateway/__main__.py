@@ -1,10 +1,11 @@
 """What strop costs on top of the model server, beside nginx and LiteLLM's proxy.
 
-    python -m benchmarks.gateway [--json FILE] [--quick] [--memory]
+    python -m benchmarks.gateway [--json FILE] [--quick] [--memory] [--processes N]
 
 One canned upstream (`benchmarks.canned`), and in front of it, all running at the same time and
 measured in turn: nothing, nginx as pass-through, strop with its log on SQLite and on PostgreSQL
-(every completion durable before its reply), and LiteLLM's proxy without any log. One process each.
+(every completion durable before its reply), and LiteLLM's proxy without any log. One process each,
+or N: `--workers N` of strop, as many of nginx and of LiteLLM; the upstream stays one process.
 Figures hold for the machine and the moment; the ratios between rows of one run are what to compare.
 Every case is measured in several rounds, and each figure is the median of its rounds.
 """
@@ -68,6 +69,7 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=256, help="of each stream")
     parser.add_argument("--gap", type=float, default=20.0, help="milliseconds between two chunks")
     parser.add_argument("--only", default="", help="cases whose name begins so")
+    parser.add_argument("--processes", type=int, default=1, help="of each way")
     parser.add_argument("--without-litellm", action="store_true", help="it takes long")
     parser.add_argument("--quick", action="store_true", help="a look, no figures to keep")
     parser.add_argument("--memory", action="store_true", help="the memory run instead")
@@ -87,7 +89,8 @@ def measure_speed(options: argparse.Namespace) -> dict[str, Any]:
     seconds = 0.2 if quick else options.seconds
     chunks, gap = (16, 1.0) if quick else (options.chunks, options.gap)
     rows: list[dict[str, Any]] = []
-    with all_of_them(chunks, gap, quick or options.without_litellm) as servers:
+    without = quick or options.without_litellm
+    with all_of_them(chunks, gap, without, options.processes) as servers:
         for case in CASES:
             if not str(case).startswith(options.only):
                 continue
@@ -105,7 +108,7 @@ def measure_speed(options: argparse.Namespace) -> dict[str, Any]:
             rows += found
     figures = report.figures(rows)
     report.show_figures(figures)
-    return {"rows": rows, "figures": figures}
+    return {"processes": options.processes, "rows": rows, "figures": figures}
 
 
 if __name__ == "__main__":

