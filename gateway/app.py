@@ -1,7 +1,6 @@
 """Builds the application. The only place where the parts meet."""
 
 import asyncio
-import gc
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -48,6 +47,7 @@ from gateway.gateway import Gateway
 from gateway.guard import Guard
 from gateway.judge.asking import Asker
 from gateway.judge.judging import Judging
+from gateway.memory import settle_memory
 from gateway.publisher import Publisher
 from gateway.settings import Settings
 from gateway.store import Database
@@ -58,6 +58,7 @@ from gateway.telemetry.telemetry import Telemetry
 from gateway.tracing.process import Tracing
 from gateway.webhooks import deliveries
 from gateway.workers import Worker
+from gateway.writing.shared import SharedWriter
 
 SURFACES: dict[str, tuple[ASGIApp, str]] = {
     "chat/completions": (ChatCompletions(), "OpenAI's chat completions"),
@@ -133,16 +134,8 @@ def serve() -> FastAPI:
     settings = Settings()
     logs.configure(settings.log_format, settings.log_level)
     app = build(settings)
-    _settle_memory()
+    settle_memory()
     return app
-
-
-def _settle_memory() -> None:
-    """Keep the collector from walking over the modules again and again: a request leaves few
-    cycles behind, and what was imported stays."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 50)
 
 
 @asynccontextmanager
@@ -152,18 +145,7 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
     worker = Worker(settings.data_dir, settings.workers)
     database = Database(settings.url())
     await asyncio.to_thread(_migrate, worker, database)
-    # On SQLite a journal would be lost and full together with the database.
-    journal = None if database.is_sqlite else Journal(worker.journal)
-    if journal is not None:
-        worker.adopt(journal)
-    writer = Writer(
-        database,
-        settings.commit_batch,
-        settings.commit_queue,
-        journal,
-        journal_pending_days=settings.journal_pending_days,
-        traced=settings.langfuse.projects,
-    )
+    writer = _writer(settings, worker, database)
     tracing = Tracing(settings.url(), settings.public_url(), settings.langfuse, worker.sends)
     writer.start()
     timeout = aiohttp.ClientTimeout(
@@ -221,6 +203,20 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             await tracing.close()
             database.dispose()
             worker.close()
+
+
+def _writer(settings: Settings, worker: Worker, database: Database) -> Writer:
+    batch, limit = settings.commit_batch, settings.commit_queue
+    days, traced = settings.journal_pending_days, settings.langfuse.projects
+    # PostgreSQL takes the commits of several at a time.
+    shared = settings.workers > 1 and database.is_sqlite
+    if settings.writer == "process" or (settings.writer == "auto" and shared):
+        return SharedWriter(database, worker, batch, limit, days, traced)
+    # On SQLite a journal would be lost and full together with the database.
+    journal = None if database.is_sqlite else Journal(worker.journal)
+    if journal is not None:
+        worker.adopt(journal)
+    return Writer(database, batch, limit, journal, days, traced)
 
 
 def _migrate(worker: Worker, database: Database) -> None:

@@ -35,7 +35,12 @@ class Settings(StoreSettings):
     """Port to listen on."""
 
     workers: int = Field(default=1, ge=1, le=256)
-    """Processes that answer on the port, each with a writer of its own; one of them publishes."""
+    """Processes that answer on the port; one of them publishes."""
+
+    writer: Literal["auto", "thread", "process"] = "auto"
+    """Where completions and rewards are committed: in a process that all workers share, or in a
+    thread of each. `auto` is the process for two workers or more on SQLite. With one worker it
+    answers more requests a second too, and each a little later while few come at once."""
 
     admin_key: str = Field(default="", repr=False)
     """A key that may do everything in the project `default`, for a start where nobody can run

@@ -1,9 +1,10 @@
 """Several processes on one port: who is which, and which of them publishes or sends to Langfuse.
 
-Each is a whole gateway with a writer of its own. What they share is the database, and for who does
-what, locks on files in the data folder: the kernel takes a lock away from a process that ends, in
-whatever way, so another can go on at once and no two ever hold it. The folder must be on a disk of
-this machine; gateways on several machines have one publisher each, which do each other no harm.
+Each is a whole gateway. What they share is the database, on SQLite the process that commits
+(`gateway.writing`), and for who does what, locks on files in the data folder: the kernel takes a
+lock away from a process that ends, in whatever way, so another can go on at once and no two ever
+hold it. The folder must be on a disk of this machine; gateways on several machines have one
+publisher each, which do each other no harm.
 """
 
 import asyncio
@@ -54,6 +55,10 @@ class Worker:
         """Whether this process has the sender to Langfuse; once it does, until it ends."""
         return self._is_the_one("langfuse", "sends to Langfuse")
 
+    def commits(self) -> bool:
+        """Whether this process has the one that commits for all; once it does, until it ends."""
+        return self._is_the_one("writer", "has the process that commits")
+
     def _is_the_one(self, role: str, does: str) -> bool:
         if self.alone or role in self._chosen:
             return True
@@ -98,7 +103,7 @@ class Worker:
             if lock is None:
                 continue
             try:
-                found = _take_over(path, journal)
+                found = take_over(path, journal)
                 if found:
                     log.warning(
                         "%d entries of %s, a journal without process, are ours", found, path
@@ -126,7 +131,8 @@ def _journal(folder: Path, place: int) -> Path:
     return folder / ("journal.db" if place == 0 else f"journal-{place}.db")
 
 
-def _take_over(path: Path, journal: Journal) -> int:
+def take_over(path: Path, journal: Journal) -> int:
+    """Move the entries of a journal that no process uses into another; returns how many."""
     with closing(sqlite3.connect(path, timeout=60, isolation_level=None)) as other:
         # Twice, if the process ends in between: entries carry their ids, and are stored once.
         entries = other.execute("SELECT kind, payload FROM entries ORDER BY seq").fetchall()

@@ -159,11 +159,12 @@ class Journal:
         self.waiting = self._number(_WAITING)
         self.pending = self._number(_PENDING)
         self.rejected = self._number("SELECT count(*) FROM rejected")
-        self._oldest_at = self._oldest()
+        self.oldest_at = self._oldest()
+        """Unix seconds; None where there is nothing."""
 
     def state(self) -> dict[str, Any]:
         """How much there is, for people."""
-        oldest = self._oldest_at
+        oldest = self.oldest_at
         return {
             "entries": self.waiting + self.pending,
             "oldest_seconds": round(time.time() - oldest, 1) if oldest is not None else None,
@@ -181,8 +182,8 @@ class Journal:
                 [(kind, payload, now) for kind, payload in entries],
             )
         self.waiting += len(entries)
-        if self._oldest_at is None:
-            self._oldest_at = now
+        if self.oldest_at is None:
+            self.oldest_at = now
 
     def next(self, most: int) -> list[Entry]:
         """The oldest entries that wait their turn: at least one if there is any."""
@@ -234,7 +235,7 @@ class Journal:
         if self.waiting <= 0:
             self.waiting = self._number(_WAITING)
         self.rejected += len(rejected)
-        self._oldest_at = self._oldest()
+        self.oldest_at = self._oldest()
 
     def close(self) -> None:
         """Close the file."""

@@ -37,6 +37,9 @@ class UnknownTarget(RewardRefused):
         self.param = param
         self.name = name
 
+    def __reduce__(self) -> tuple[type, tuple[int, str, str]]:
+        return type(self), (self.index, self.param, self.name)
+
 
 class IdempotencyConflict(RewardRefused):
     """The same idempotency key came with another body."""
@@ -45,6 +48,9 @@ class IdempotencyConflict(RewardRefused):
         super().__init__(f"idempotency_key {key!r} was used with another body")
         self.index = index
         self.key = key
+
+    def __reduce__(self) -> tuple[type, tuple[int, str]]:
+        return type(self), (self.index, self.key)
 
 
 Posted = tuple[list[StoredReward], bool]

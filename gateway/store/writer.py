@@ -4,43 +4,39 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
-from sqlalchemy import Connection, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import Connection
 
-from gateway.store import outbox, rewards
+from gateway.store.committer import Committer, Work
 from gateway.store.database import Database
 from gateway.store.histogram import Histogram
-from gateway.store.journal import Journal, Mover, connection_lost, packed
+from gateway.store.journal import Journal
 from gateway.store.records import CapturedCompletion, StoredReward, Tail
-from gateway.store.rewards import NewReward, RewardList, RewardRefused
-from gateway.store.rows import EncodedCompletion, encode
-from gateway.store.statements import Statements
+from gateway.store.rewards import NewReward, RewardList
+from gateway.store.rows import encode
 
 T = TypeVar("T")
-Operation = Callable[[Connection], Any]
-_Work = EncodedCompletion | RewardList | Operation
-_Item = tuple[_Work, "asyncio.Future[Any]"]
+_Item = tuple[Work, "asyncio.Future[Any]"]
 
 log = logging.getLogger("strop.writer")
 
-_DAY = 86_400.0
-_DEADLOCK_TRIES = 5
-
-_COMMIT_EVERY = 0.002
+COMMIT_EVERY = 0.002
 """Seconds between the beginnings of two commits while several requests are being answered. A
 commit costs a transaction, a sync of the disk and some handing of the interpreter's lock from
 thread to thread, whatever is in it; PostgreSQL's `commit_delay` is the same idea."""
 
-_SIBLINGS = 5
+SIBLINGS = 5
 """Requests that must be in progress beside those that wait, for a commit to be put off."""
 
-_FRESH_SECONDS = 1.0
-"""After which the writer's connection is asked whether it is still there, before it is used."""
+
+class HasState(Protocol):
+    """A journal, here or in another process."""
+
+    def state(self) -> dict[str, Any]:
+        """How much there is, for people."""
 
 
 class QueueFull(Exception):
@@ -72,27 +68,32 @@ class Writer:
         self._limit = limit
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._pending = 0
-        self._traced = frozenset(traced)
-        """Projects whose completions and rewards go to Langfuse too."""
-        self._statements = Statements(database.is_sqlite)
-        self._connection: Connection | None = None
-        self._used_at = 0.0
         self._began = 0.0
         self.in_progress: Callable[[], int] = lambda: 0
         """Requests that are being answered, which will have something to write."""
-        self.journal = journal
-        self._mover = None
-        if journal is not None:
-            # Twice as many leave the journal in a turn as can enter it, so that it gets empty
-            # however much is coming in.
-            self._mover = Mover(
-                journal, self._transaction, self._ping, 2 * batch, journal_pending_days * _DAY
-            )
+        self.committer = Committer(database, batch, journal, journal_pending_days, traced)
+        self.journal: HasState | None = journal
         self._thread = threading.Thread(target=self._run, name="strop-writer", daemon=True)
-        self.commits = 0
-        self.writes = 0
-        self.commit_seconds = Histogram()
+
+    @property
+    def counts_all(self) -> bool:
+        """Whether the journal is counted here, and not by another process that shares it."""
+        return True
+
+    @property
+    def commits(self) -> int:
+        """Transactions so far."""
+        return self.committer.commits
+
+    @property
+    def writes(self) -> int:
+        """Writes that shared those."""
+        return self.committer.writes
+
+    @property
+    def commit_seconds(self) -> Histogram:
         """Of one transaction, from its beginning to its commit."""
+        return self.committer.commit_seconds
 
     def start(self) -> None:
         """Begin to commit."""
@@ -107,6 +108,14 @@ class Writer:
     def full(self) -> bool:
         """Whether a further write would be refused."""
         return self._pending >= self._limit
+
+    def check_room(self) -> None:
+        """
+        Raises:
+            QueueFull: a further write is refused.
+        """
+        if self.full:
+            raise QueueFull(f"{self._pending} writes are waiting for a commit")
 
     @property
     def pending(self) -> int:
@@ -141,9 +150,8 @@ class Writer:
         """
         return cast(T, await self._submit(operation))
 
-    async def _submit(self, work: _Work) -> Any:
-        if self.full:
-            raise QueueFull(f"{self._pending} writes are waiting for a commit")
+    async def _submit(self, work: Work) -> Any:
+        self.check_room()
         self._pending += 1
         future = asyncio.get_running_loop().create_future()
         self._queue.put((work, future))
@@ -178,18 +186,14 @@ class Writer:
             items, ended = self._gather()
             if items:
                 self._commit(items)
-            if self._mover is not None:
-                self._mover.turn()
+            self.committer.turn()
             if ended:
                 break
-        if self._mover is not None:
-            self._mover.finish()
-            self._mover.journal.close()
-        self._disconnect()
+        self.committer.close()
 
     def _gather(self) -> tuple[list[_Item], bool]:
         try:
-            first = self._queue.get(timeout=self._mover.wait() if self._mover else None)
+            first = self._queue.get(timeout=self.committer.wait())
         except Empty:
             return [], False
         if first is None:
@@ -205,145 +209,11 @@ class Writer:
 
     def _wait_for_others(self) -> None:
         now = time.monotonic()
-        left = self._began + _COMMIT_EVERY - now
-        if left > 0 and self.in_progress() - self._pending >= _SIBLINGS:
+        left = self._began + COMMIT_EVERY - now
+        if left > 0 and self.in_progress() - self._pending >= SIBLINGS:
             time.sleep(left)
             now += left
         self._began = now
 
     def _commit(self, items: list[_Item]) -> None:
-        if self._mover is not None and self._mover.takes_over:
-            self._commit_to_journal(self._mover, items)
-            return
-        try:
-            results = self._repeated([work for work, _ in items])
-        except Exception as error:
-            if self._mover is not None and connection_lost(error):
-                self._mover.lost(error)
-                self._commit_to_journal(self._mover, items)
-            elif len(items) == 1:
-                self._resolve(items, [error])
-            else:
-                for item in items:
-                    self._commit([item])
-            return
-        self._resolve(items, results)
-
-    def _commit_to_journal(self, mover: Mover, items: list[_Item]) -> None:
-        kept: list[_Item] = []
-        entries = []
-        for item in items:
-            work = item[0]
-            away = mover.away
-            try:
-                if isinstance(work, (EncodedCompletion, RewardList)):
-                    entries.append(packed(work))
-                    kept.append(item)
-                else:
-                    # If it is not away, the database is back and the journal not yet empty.
-                    self._resolve([item], [away or self._transaction([work])[0]])
-            except Exception as error:
-                self._resolve([item], [error])
-        if not kept:
-            return
-        try:
-            mover.journal.append(entries)
-        except Exception as error:
-            self._resolve(kept, [error] * len(kept))
-            return
-        self._resolve(kept, [None] * len(kept))
-
-    def _repeated(self, works: Sequence[_Work]) -> list[Any]:
-        for _ in range(_DEADLOCK_TRIES - 1):
-            try:
-                return self._transaction(works)
-            except DBAPIError as error:
-                if not _deadlocked(error):
-                    raise
-        return self._transaction(works)
-
-    def _transaction(self, works: Sequence[_Work]) -> list[Any]:
-        began = time.monotonic()
-        with self._write() as connection:
-            encoded = [work for work in works if isinstance(work, EncodedCompletion)]
-            if encoded:
-                self._statements.insert(connection, encoded)
-            # The others come last: they may refer to the completions of this very batch. A list
-            # of rewards that is refused leaves nothing behind, so nobody has to try again.
-            lists = [work for work in works if isinstance(work, RewardList)]
-            posted = iter(rewards.post_lists(connection, lists) if lists else ())
-            results = [
-                next(posted) if isinstance(work, RewardList) else _perform(connection, work)
-                for work in works
-            ]
-            if self._traced:
-                self._note_for_langfuse(connection, encoded, works, results)
-        self.commit_seconds.add(time.monotonic() - began)
-        self.commits += 1
-        self.writes += len(works)
-        return results
-
-    def _note_for_langfuse(
-        self,
-        connection: Connection,
-        encoded: Sequence[EncodedCompletion],
-        works: Sequence[_Work],
-        results: Sequence[Any],
-    ) -> None:
-        now = time.time()
-        completions = [(e.completion["project"], e.completion["id"]) for e in encoded]
-        posted = [
-            (work.project, stored.id)
-            for work, result in zip(works, results, strict=True)
-            if isinstance(work, RewardList) and not isinstance(result, RewardRefused)
-            for stored in result[0]
-        ]
-        for kind, things in ((outbox.COMPLETION, completions), (outbox.REWARD, posted)):
-            outbox.add(connection, kind, [t for t in things if t[0] in self._traced], now)
-
-    @contextmanager
-    def _write(self) -> Iterator[Connection]:
-        """A transaction on the connection that the thread keeps."""
-        connection = self._connection
-        if connection is not None and time.monotonic() - self._used_at > _FRESH_SECONDS:
-            connection = self._if_there(connection)
-        if connection is None:
-            connection = self._connection = self._database.connect_to_write()
-        try:
-            with connection.begin():
-                yield connection
-        except BaseException:
-            if connection.invalidated or connection.closed:
-                self._disconnect()
-            raise
-        self._used_at = time.monotonic()
-
-    def _if_there(self, connection: Connection) -> Connection | None:
-        if self._database.is_sqlite:
-            return connection
-        try:
-            with connection.begin():
-                connection.execute(text("SELECT 1"))
-        except DBAPIError:
-            self._disconnect()
-            return None
-        return connection
-
-    def _disconnect(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
-
-    def _ping(self) -> None:
-        with self._database.read() as connection:
-            connection.execute(text("SELECT 1"))
-
-
-def _perform(connection: Connection, work: EncodedCompletion | Operation) -> Any:
-    return None if isinstance(work, EncodedCompletion) else work(connection)
-
-
-def _deadlocked(error: Exception) -> bool:
-    """Whether PostgreSQL gave up on a transaction that would succeed if it were repeated."""
-    state = getattr(getattr(error, "orig", None), "sqlstate", None)
-    return state in ("40P01", "40001")
+        self._resolve(items, self.committer.commit([work for work, _ in items]))

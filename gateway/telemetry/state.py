@@ -15,6 +15,9 @@ from gateway.store.models import DEFAULT_PROJECT
 
 _SERVED = re.compile(r"(?:(?P<project>[^/]+)/)?(?P<policy>[^/]+)@(?P<version>\d+)")
 
+_ADDED_UP = ("entries", "pending", "rejected")
+"""Of the journal's state."""
+
 
 def collect(gateway: Gateway) -> Iterator[Metric]:
     """Gauges of this process; nothing here waits for the database."""
@@ -46,6 +49,9 @@ def _journal(gateway: Gateway) -> Iterator[Metric]:
     if gateway.writer.journal is None:
         return
     state = gateway.writer.journal.state()
+    if not gateway.writer.counts_all:
+        # They are added up over the processes; the age of the oldest is not.
+        state = {"oldest_seconds": state["oldest_seconds"], **dict.fromkeys(_ADDED_UP, 0)}
     for name, key, text in (
         ("entries", "entries", "Entries that wait for PostgreSQL"),
         ("oldest_seconds", "oldest_seconds", "Age of the oldest entry"),

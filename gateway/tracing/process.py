@@ -6,8 +6,6 @@ it paces itself; when that input closes, because the gateway ends in whatever wa
 left and ends too. Of several processes of one gateway one has a child.
 """
 
-import asyncio
-import contextlib
 import importlib.util
 import logging
 import sys
@@ -16,6 +14,7 @@ from collections.abc import Callable
 
 from pydantic import BaseModel
 
+from gateway.child import Child
 from gateway.store import Database
 from gateway.tracing.pace import Meter, Pace
 from gateway.tracing.settings import LangfuseSettings
@@ -23,9 +22,6 @@ from gateway.tracing.settings import LangfuseSettings
 log = logging.getLogger("strop.langfuse")
 
 _RESTART_SECONDS = 2.0
-_TELL_SECONDS = 0.25
-"""Between two words to the child of how busy the gateway is."""
-
 _ASK_SECONDS = 2.0
 """Between two looks whether this process is the one that sends."""
 
@@ -52,72 +48,33 @@ class Tracing:
         Args:
             sends: whether this process is the one that sends; asked until it is.
         """
-        self._sends = sends
-        self._job = Job(database_url=database_url, public_url=public_url, langfuse=settings)
-        self._process: asyncio.subprocess.Process | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._closing = False
+        self._settings = settings
+        job = Job(database_url=database_url, public_url=public_url, langfuse=settings)
+        meter = Meter()
+        self._child = Child(
+            "gateway.tracing",
+            "sends to Langfuse",
+            job.model_dump_json,
+            chosen=sends,
+            ask_seconds=_ASK_SECONDS,
+            restart_seconds=_RESTART_SECONDS,
+            # How busy this process is.
+            tell=lambda: f"{meter.share():.3f}",
+        )
 
     def start(self) -> None:
         """Start the child, and start it again whenever it dies."""
-        if not self._job.langfuse.projects:
+        if not self._settings.projects:
             return
         if importlib.util.find_spec("langfuse") is None:
             log.error("Langfuse is off: `pip install strop[langfuse]` brings what it needs")
             return
-        self._task = asyncio.create_task(self._keep())
+        self._child.start()
 
     async def close(self) -> None:
         """Let the child send what is left, for as long as the settings allow."""
-        self._closing = True
-        if self._task is None:
-            return
-        process = self._process
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
-        try:
-            await asyncio.wait_for(self._task, self._job.langfuse.drain_seconds + 5.0)
-        except TimeoutError:
+        if not await self._child.close(self._settings.drain_seconds + 5.0):
             log.warning("Langfuse gets the rest after the next start")
-        finally:
-            if process is not None and process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-
-    async def _keep(self) -> None:
-        while not self._sends():
-            if self._closing:
-                return
-            await asyncio.sleep(_ASK_SECONDS)
-        while not self._closing:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "gateway.tracing", stdin=asyncio.subprocess.PIPE
-            )
-            stdin = self._process.stdin
-            assert stdin is not None
-            try:
-                stdin.write(self._job.model_dump_json().encode() + b"\n")
-                await stdin.drain()
-            except ConnectionError:
-                pass
-            if self._closing:
-                stdin.close()
-            code = await self._watch(self._process, stdin)
-            if not self._closing:
-                log.error("the process that sends to Langfuse ended (%s); starting it again", code)
-                await asyncio.sleep(_RESTART_SECONDS)
-
-    async def _watch(self, process: asyncio.subprocess.Process, stdin: asyncio.StreamWriter) -> int:
-        """Tell the child how busy this process is, until it ends."""
-        meter = Meter()
-        end = asyncio.create_task(process.wait())
-        try:
-            while not (await asyncio.wait([end], timeout=_TELL_SECONDS))[0]:
-                if not stdin.is_closing():
-                    stdin.write(f"{meter.share():.3f}\n".encode())
-            return end.result()
-        finally:
-            end.cancel()
 
 
 def main() -> None:

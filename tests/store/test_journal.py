@@ -235,14 +235,14 @@ async def test_a_commit_whose_answer_is_lost_is_stored_once(
     item = captured()
     async with make_writer() as writer:
         await writer.store(item)
-        commit = writer._transaction
+        commit = writer.committer.transaction
 
         def cut(works: Any) -> Any:
             monkeypatch.undo()
             commit(works)
             raise OperationalError("COMMIT", {}, Exception(), connection_invalidated=True)
 
-        monkeypatch.setattr(writer, "_transaction", cut)
+        monkeypatch.setattr(writer.committer, "transaction", cut)
         assert await writer.post_rewards("default", [NewReward(1.0, trajectory_id="t")]) is None
         await empty(writer)
     assert [reward.reward for reward in read(database).rewards] == [1.0]
@@ -352,7 +352,7 @@ async def test_nobody_waits_for_a_server_that_does_not_even_refuse(
             asked.set()
             answer.wait()
 
-        writer._mover._ping = ping
+        writer.committer.mover._ping = ping
         with away(postgres):
             await writer.store(captured())
             await until(asked.is_set)
