@@ -5,9 +5,8 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
-import aiohttp
-
-from gateway.backends.vllm import UpstreamResponse
+from gateway.backends.asking import first_answer
+from gateway.backends.vllm import Replica, UpstreamResponse
 from gateway.capture import threads
 from gateway.capture.placement import Placement
 from gateway.capture.tokens import Capture
@@ -42,38 +41,21 @@ async def open_upstream(
     Raises:
         aiohttp.ClientError, TimeoutError: it broke off, or did not answer in time.
     """
-    pool, failed = gateway.pool, None
-    for last in (False, True):
-        replica = pool.choose(served_name, captured.trajectory.id, failed)
-        if replica is None:
-            break
+    pool, trajectory = gateway.pool, captured.trajectory.id
+
+    def choose(without: Replica | None) -> tuple[Replica | None, str]:
+        return pool.choose(served_name, trajectory, without), served_name
+
+    def asked(replica: Replica) -> None:
         captured.replica = replica.url
-        another = None if last else pool.choose(served_name, captured.trajectory.id, replica)
-        async with AsyncExitStack() as opened:
-            try:
-                response = await opened.enter_async_context(replica.post(path, body, served_name))
-            except aiohttp.ClientConnectorError as error:
-                replica.lost(str(error))
-                gateway.publisher.poke()
-                failed = replica
-                continue
-            except (aiohttp.ClientError, TimeoutError) as error:
-                if another is None:
-                    raise
-                replica.ejection.failed(str(error) or type(error).__name__)
-                failed = replica
-                continue
-            if response.status == 404:
-                # It was started anew, and has not got the version back yet.
-                replica.proven -= {served_name}
-                gateway.publisher.poke()
-            elif response.status >= 500:
-                replica.ejection.failed(f"it answered with {response.status}")
-            if another is None or not (response.status == 404 or response.status >= 500):
-                stack.push_async_exit(opened.pop_all())
-                return response
-            failed = replica
-    return None
+
+    async def take(
+        _: Replica, response: UpstreamResponse, opened: AsyncExitStack
+    ) -> UpstreamResponse:
+        stack.push_async_exit(opened.pop_all())
+        return response
+
+    return await first_answer(path, body, choose, take, asked, gateway.publisher.poke)
 
 
 def take_tokens(captured: CapturedCompletion, capture: Capture) -> None:

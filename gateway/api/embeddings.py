@@ -81,9 +81,8 @@ def _choose(gateway: Gateway, model: str, without: Replica | None) -> tuple[Repl
     pool = gateway.pool
     served = [] if is_version(model) else [r for r in pool.healthy if model in r.models]
     if served:
-        fitting = [r for r in served if r is not without and r.url not in pool.drained]
-        fitting = [r for r in fitting if not r.ejection.now] or fitting
-        return min(fitting, key=lambda replica: replica.in_flight, default=None), model
+        return pool.least_busy((r for r in served if r.url not in pool.drained), without), model
     policy, pinned = gateway.publisher.catalog.find(gateway.project, model)
     _, name = served_version(policy, pinned, None)
-    return pool.choose(name, "", without), name
+    # Nothing of it is in any replica's cache: it is best where least is to be done.
+    return pool.least_busy(pool.serving(name), without), name

@@ -1,9 +1,10 @@
 """vLLM replicas: which are up, which versions each is proven to serve, and which to ask."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from hashlib import blake2b
+from time import monotonic
 from typing import Any
 
 import aiohttp
@@ -56,6 +57,8 @@ class Replica:
         """It is no longer among the replicas, and only ends what it has begun."""
         self.in_flight = 0
         self.in_flight_by_model: dict[str, int] = {}
+        self.asked_at = 0.0
+        """When the last request was sent to it, on the monotonic clock."""
 
     async def refresh(self) -> None:
         """Ask what it serves; a version that it no longer has is no longer proven."""
@@ -85,6 +88,7 @@ class Replica:
             aiohttp.ClientConnectorError: nothing was sent.
             aiohttp.ClientError: the connection broke.
         """
+        self.asked_at = monotonic()
         self.in_flight += 1
         self.in_flight_by_model[model] = self.in_flight_by_model.get(model, 0) + 1
         try:
@@ -276,9 +280,7 @@ class ReplicaPool:
         self, model: str, trajectory_id: str, without: Replica | None = None
     ) -> Replica | None:
         """The replica for a request: the trajectory's own unless it is much busier than others."""
-        fitting = [r for r in self.serving(model) if r is not without]
-        # Where all have failed of late, one that has is better than none.
-        fitting = [r for r in fitting if not r.ejection.now] or fitting
+        fitting = _fitting(self.serving(model), without)
         if not fitting:
             return None
         if len(fitting) == 1:
@@ -286,6 +288,19 @@ class ReplicaPool:
         least = min(fitting, key=lambda r: r.in_flight)
         own = max(fitting, key=lambda r: _weight(r.url, trajectory_id))
         return own if own.in_flight <= least.in_flight + _STICKY_SLACK else least
+
+    def least_busy(
+        self, replicas: Iterable[Replica], without: Replica | None = None
+    ) -> Replica | None:
+        """The replica for a request of no trajectory; of equally busy ones they take turns."""
+        fitting = _fitting(replicas, without)
+        return min(fitting, key=lambda r: (r.in_flight, r.asked_at), default=None)
+
+
+def _fitting(replicas: Iterable[Replica], without: Replica | None) -> list[Replica]:
+    fitting = [r for r in replicas if r is not without]
+    # Where all have failed of late, one that has is better than none.
+    return [r for r in fitting if not r.ejection.now] or fitting
 
 
 def _weight(url: str, trajectory_id: str) -> bytes:

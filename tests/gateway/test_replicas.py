@@ -11,7 +11,9 @@ import aiohttp
 import pytest
 
 from gateway.backends import members
+from gateway.backends.asking import ask
 from gateway.backends.ejection import Ejection
+from gateway.backends.vllm import Replica
 from gateway.gateway import Gateway
 from gateway.judge.asking import Asker, NotNow
 from gateway.settings import Settings
@@ -202,10 +204,7 @@ async def test_requests_that_are_not_logged_count_for_ejection_and_are_repeated(
     tmp_path: Path, toy_base: Path, two: list[FakeVllm], model: str, fault: str
 ):
     async with fleet(tmp_path, toy_base, [vllm.url for vllm in two]) as strop:
-        # Those of a policy have one that they go to first; those of the base model share them out.
-        own = strop.gateway.pool.choose("agent@0", "")
-        assert own is not None
-        failing, other = two if own.url == two[0].url or model == "base" else reversed(two)
+        failing, other = two
         if fault == "status":
             failing.faults.status, failing.faults.status_times = 500, 10_000
         else:
@@ -224,6 +223,46 @@ async def test_requests_that_are_not_logged_count_for_ejection_and_are_repeated(
         async with strop.http.post(strop.url + "/v1/embeddings", json=asked) as response:
             assert response.status == (500 if fault == "status" else 502)
         assert other.stats["requests"] == before
+
+
+@pytest.mark.parametrize("model", ["agent", "base"])
+async def test_embeddings_are_shared_out_by_load(
+    tmp_path: Path, toy_base: Path, two: list[FakeVllm], model: str
+):
+    async with fleet(tmp_path, toy_base, [vllm.url for vllm in two]) as strop:
+
+        async def gained(number: int) -> list[int]:
+            before = [vllm.stats["requests"] for vllm in two]
+            for n in range(number):
+                asked = {"model": model, "input": f"text {n}"}
+                async with strop.http.post(strop.url + "/v1/embeddings", json=asked) as response:
+                    assert response.status == 200, await response.text()
+            return [v.stats["requests"] - b for v, b in zip(two, before, strict=True)]
+
+        # One after the other, they take turns; while one is busy, the other gets them.
+        assert await gained(8) == [4, 4]
+        strop.gateway.pool.replicas[0].in_flight += 1
+        assert await gained(8) == [0, 8]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/chat/completions"])
+async def test_what_is_not_logged_passes_over_a_replica_that_lost_its_version(
+    tmp_path: Path, toy_base: Path, two: list[FakeVllm], path: str
+):
+    async with fleet(tmp_path, toy_base, [vllm.url for vllm in two]) as strop:
+        first, second = strop.gateway.pool.replicas
+        pokes: list[str] = []
+
+        def choose(without: Replica | None) -> tuple[Replica, str]:
+            return (first, "agent@7") if without is None else (second, "agent@0")
+
+        body = {"input": "x", "messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+        answered = await ask(path, body, choose, lambda: pokes.append(path))
+        assert answered is not None
+        assert answered[0] == 200, answered[1]
+        # A 404 of other routes may say that the route is not there: only that of a completion is
+        # a reason to look after the version.
+        assert bool(pokes) is (path == "/v1/chat/completions")
 
 
 async def test_a_judge_of_our_own_counts_for_ejection_and_is_asked_elsewhere(
