@@ -15,6 +15,10 @@ from gateway.store.policy_settings import PolicySettings
 
 log = logging.getLogger("strop.trainer")
 
+_OPTIONS = {"wandb": {"reinit": "create_new"}}
+"""Else W&B gives every policy of the process the run of the first, and drops what it sees as its
+past."""
+
 
 class Reporter:
     """Trackers of all policies of this process, opened when they are first needed."""
@@ -73,7 +77,7 @@ def _start(name: str, run: str, folder: Path) -> Any:
             folder.mkdir(parents=True, exist_ok=True)
             tracker = kind(quote(run, safe="@"), str(folder))
         else:
-            tracker = kind(run)
+            tracker = kind(run, **_OPTIONS.get(name, {}))
         tracker.start()
     except ImportError as error:
         package = "tensorboardX" if name == "tensorboard" else name

@@ -1,12 +1,17 @@
 """What a step reports, and where."""
 
+import dataclasses
 import struct
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from gateway.store.policy_settings import PolicySettings
 from trainer.reporting import Reporter, flat
 from trainer.worker import Worker
+
+PACKAGES = {"tensorboard": "tensorboardX"}
 
 
 def scalars(folder):
@@ -56,13 +61,49 @@ def test_the_numbers_of_a_step_reach_tensorboard_under_its_version(
         assert (name, 1) in found
 
 
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
 def test_a_tracker_that_cannot_be_opened_costs_a_warning_and_nothing_else(
-    make_log, tmp_path, monkeypatch, caplog
+    name, make_log, tmp_path, monkeypatch, caplog
 ):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "trackio", None)
+    for package in (name, "tensorboardX", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, package, None)
     log = make_log()
-    settings = PolicySettings(training={"report_to": ["none", "trackio"]})
+    settings = PolicySettings(training={"report_to": ["none", name]})
     Reporter(tmp_path / "artifacts").report(log.policy, settings, 1, {"loss": 0.5})
-    assert "pip install trackio" in caplog.text
+    assert f"pip install {PACKAGES.get(name, name)}" in caplog.text
+
+
+class Run:
+    def __init__(self, project: str):
+        self.project = project
+        self.logged: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, values, step, **_):
+        self.logged.append((step, values))
+
+    def finish(self):
+        pass
+
+
+def test_each_policy_of_a_process_has_a_run_of_its_own_in_wandb(make_log, tmp_path, monkeypatch):
+    runs: list[Run] = []
+
+    def init(project, reinit="default", **_):
+        # What W&B does: one run of a process unless it is told otherwise.
+        if not runs or reinit != "create_new":
+            runs[:] = runs or [Run(project)]
+            return runs[0]
+        runs.append(Run(project))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    policy = make_log().policy
+    settings = PolicySettings(training={"report_to": "wandb"})
+    reporter = Reporter(tmp_path / "artifacts")
+    for version in (1, 2):
+        for name in ("one", "two"):
+            of = dataclasses.replace(policy, name=name)
+            reporter.report(of, settings, version, {"loss": version})
+    reporter.close()
+    assert [run.project for run in runs] == ["default-one", "default-two"]
+    assert [[step for step, _ in run.logged] for run in runs] == [[1, 2], [1, 2]]
