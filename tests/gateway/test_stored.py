@@ -214,3 +214,22 @@ async def test_a_trajectory_is_deleted_whole(strop: Running):
 async def test_other_methods_are_still_refused(strop: Running):
     async with strop.http.put(strop.url + "/v1/chat/completions") as response:
         assert response.status == 405
+
+
+async def test_what_is_old_is_deleted_over_the_api_and_what_came_later_is_kept(strop: Running):
+    old, kept = "/v1/trajectories/old", "/v1/trajectories/kept"
+    await ask(strop, extra_headers={"X-Strop-Trajectory": "kept"})
+    await ask(strop, extra_headers={"X-Strop-Trajectory": "old"})
+    _, shown = await strop.get(old)
+    before = shown["updated_at"] + 1e-3
+    await asyncio.sleep(2e-3)
+    # A later turn keeps a trajectory that began earlier.
+    await ask(strop, "Again.", extra_headers={"X-Strop-Trajectory": "kept"})
+    status, body = await delete(strop, f"/v1/trajectories?before={before!r}")
+    assert (status, body["completions"], body["trajectories"]) == (200, 1, 1)
+    assert [(await strop.get(path))[0] for path in (old, kept)] == [404, 200]
+    for asked in ("", "?before=nan", "?before=soon"):
+        status, body = await delete(strop, f"/v1/trajectories{asked}")
+        assert status in (400, 422), body
+        assert "before" in body["error"]["param"]
+    assert (await strop.get(kept))[0] == 200
