@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from gateway.commands.shared import URL, AsJson, PolicyName, Url, ask, show, when
 
@@ -23,7 +25,15 @@ def list_steps(
 ) -> None:
     """The steps of a policy, the newest first."""
     answer = ask(url, f"/v1/policies/{policy}/steps?limit={limit}")
-    table = Table("step", "from", "made", "state", "groups", "reward", "loss", "when", "error")
+    table = Table(
+        _right("step"),
+        _right("from"),
+        _right("made"),
+        "state",
+        *(_right(name) for name in ("groups", "reward", "loss")),
+        "when",
+        "error",
+    )
     for step in answer["data"]:
         metrics = step["metrics"] or {}
         made = step["version"]
@@ -52,21 +62,51 @@ def show_step(step: int, url: Url = URL, as_json: AsJson = False) -> None:
     ]
     if found["error"]:
         shown.append(f"[red]{escape(found['error'])}[/]")
-    metrics = Table("metric", "value")
-    for name, value in (found["metrics"] or {}).items():
-        metrics.add_row(name, f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
-    uses = Table("completion", "trajectory", "group", "reward", "advantage", "tokens", "left out")
+    metrics = Table("metric", _right("value"))
+    for name, value in _flat(found["metrics"] or {}):
+        metrics.add_row(escape(name), f"{value:.4g}" if isinstance(value, float) else str(value))
+    shown.append(metrics)
+    groups: dict[str, list[dict[str, Any]]] = {}
     for use in found["uses"]:
-        uses.add_row(
-            use["completion_id"],
-            escape(use["trajectory_id"]),
-            escape(use["group_id"]),
+        groups.setdefault(use["group_id"], []).append(use)
+    shown += [_uses(group, uses) for group, uses in groups.items()]
+    show(found, as_json, *shown)
+
+
+def _uses(group: str, uses: list[dict[str, Any]]) -> Table:
+    # What is read together stands in one line at 80 columns too; the ids are below each other.
+    table = Table(
+        Column("trajectory and completion", overflow="fold"),
+        *(_right(name) for name in ("reward", "advantage", "tokens")),
+        "left out",
+        title=f"group {escape(group)}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for use in uses:
+        table.add_row(
+            f"{escape(use['trajectory_id'])}\n[dim]{use['completion_id']}[/]",
             _number(use["reward"]),
             _number(use["advantage"]),
             str(use["tokens"]),
-            use["reason"] or "",
+            (use["reason"] or "").replace("_", " "),
         )
-    show(found, as_json, *shown, metrics, uses)
+    return table
+
+
+def _flat(metrics: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Metrics, those in tables of their own under both names."""
+    for name, value in metrics.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{name}: ")
+        else:
+            yield f"{above}{name}", value
+
+
+def _right(name: str) -> Column:
+    return Column(name, justify="right")
 
 
 @step_app.command(

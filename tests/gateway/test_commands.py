@@ -63,7 +63,7 @@ def take_step(strop: Running) -> int:
         number=1,
         adapter_path=strop.gateway.settings.artifacts() / "default" / "agent" / "000000",
         probe={"token_ids": [], "logprobs": []},
-        metrics={"reward_mean": 0.375, "loss": -0.1, "groups": 1},
+        metrics={"reward_mean": 0.375, "loss": -0.1, "groups": 1, "seconds": {"forward": 6.125}},
         groups=groups,
         outcomes=outcomes,
         uses=uses,
@@ -135,6 +135,23 @@ async def test_steps_are_listed_and_shown(strop: Running):
     assert "stale" in shown
     found = json.loads((await strop_command(strop, "step", "show", str(step), "--json")).output)
     assert [use["tokens"] for use in found["uses"]] == [3, 0]
+
+
+async def test_a_step_is_read_in_80_columns(strop: Running):
+    ids = await episodes(strop)
+    step = str(take_step(strop))
+    runner = CliRunner(env={"STROP_URL": strop.url, "COLUMNS": "80"})
+    for words in (["step", "show", step], ["step", "list", "agent"]):
+        result = await asyncio.to_thread(runner.invoke, app, words)
+        assert result.exit_code == 0
+        assert max(len(line) for line in result.output.splitlines()) <= 80
+        if words[1] == "show":
+            lines = result.output.splitlines()
+            (used,) = (line for line in lines if "1.2500" in line)
+            assert re.findall(r"[\w.]+", used) == ["t3", "0.7500", "1.2500", "3"]
+            # The id, to be copied, is whole.
+            assert any(ids[3] in line for line in lines)
+            assert any("seconds: forward" in line and "6.125" in line for line in lines)
 
 
 async def test_rewards_go_to_completions_and_to_trajectories(strop: Running):
