@@ -124,6 +124,25 @@ async def test_threads_that_end_alike_are_continued_one_each(strop: Running):
     assert found == {began.id, other.id}
 
 
+async def test_a_rewritten_history_is_a_new_thread_of_a_known_trajectory(strop: Running):
+    known = {"extra_headers": {"X-Strop-Trajectory": "episode"}}
+    first, _ = await ask(strop, **known)
+    answer = {"role": "assistant", "content": first.choices[0].message.content}
+    second, found = await ask(strop, [*ASK, answer, *ASK], **known)
+    assert found.completions[-1].parent_id == first.id
+    compacted = [{"role": "user", "content": "So far: nothing. Go on."}]
+    third, found = await ask(strop, compacted, **known)
+    assert [(c.id, c.parent_id) for c in found.completions] == [
+        (first.id, None),
+        (second.id, first.id),
+        (third.id, None),
+    ]
+    # What goes on from there continues the new thread.
+    answer = {"role": "assistant", "content": third.choices[0].message.content}
+    _, found = await ask(strop, [*compacted, answer, *ASK], **known)
+    assert found.completions[-1].parent_id == third.id
+
+
 async def test_few_shot_answers_in_a_first_prompt_are_part_of_the_task(strop: Running):
     shots = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     _, one = await ask(strop, [*shots, {"role": "user", "content": "2+2?"}])
