@@ -26,6 +26,9 @@ async def healthz() -> dict[str, str]:
 async def readyz(request: Request, gateway: Strop) -> Response:
     """Whether every policy of the key's project is served, and what is wrong if one is not.
 
+    One that the replicas cannot serve as they are, while others are served, is only warned of: it
+    waits for somebody to mend it, and must not take the others out of rotation.
+
     Without a key that may read: whether those of the project `default` are, and none by name.
     """
     named = "principal" in request.scope.get("state", {})
@@ -58,7 +61,10 @@ async def readyz(request: Request, gateway: Strop) -> Response:
     elif not gateway.pool.healthy:
         problems.append("no vLLM replica answers")
     served = catalog.of(gateway.project)
+    blocked = gateway.publisher.blocked
     absent = [p for p in served if p.alias not in p.loaded]
+    if len(absent) < len(served):
+        absent = [p for p in absent if (gateway.project, p.name) not in blocked]
     if named:
         problems += [f"{p.name}@{p.alias} is not loaded on any replica" for p in absent]
     elif absent:
@@ -66,7 +72,7 @@ async def readyz(request: Request, gateway: Strop) -> Response:
     if not served:
         problems.append("there is no policy yet")
     mine = gateway.project if named else None
-    warnings += [why for (project, _), why in gateway.publisher.blocked.items() if project == mine]
+    warnings += [why for (project, _), why in blocked.items() if project == mine]
     journal = gateway.writer.journal
     body: dict[str, Any] = {
         "ready": not problems,

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 from rich.markup import escape
+from rich.table import Table
 
 from gateway.commands import doctor_machine, doctor_vllm
 from gateway.commands.findings import Finding, good, wrong
@@ -46,9 +47,12 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def _show(finding: Finding) -> None:
-    out.print(f"{_MARKS[finding.level]} {finding.about}: {escape(finding.text)}", highlight=False)
+    # Marks in a column of their own: a text of several lines stays beside them.
+    lines = Table.grid(padding=(0, 1, 0, 0))
+    lines.add_row(_MARKS[finding.level], f"{escape(finding.about)}: {escape(finding.text)}")
     if finding.fix:
-        out.print(f"    → {escape(finding.fix)}", highlight=False)
+        lines.add_row("", f"→ {escape(finding.fix)}")
+    out.print(lines, highlight=False)
 
 
 def examine() -> Iterator[Finding]:

@@ -5,9 +5,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from gateway.commands.shared import AsJson, err, opened, show, show_json, when
+from gateway.commands.shared import AsJson, err, listing, opened, show, show_json, when
 from gateway.store import keys
 from gateway.store.models import DEFAULT_PROJECT
 
@@ -48,14 +47,16 @@ def list_keys(as_json: AsJson = False) -> None:
     """All keys, without their secrets."""
     with opened() as (_, database), database.read() as connection:
         found = keys.listing(connection)
-    table = Table("key", "project", "name", "scopes", "made", "state")
+    table = listing("key", "project", "name", "scopes", "made", "state")
     for key in found:
         state = "revoked" if key.revoked_at else "valid"
         scopes = ", ".join(sorted(key.scopes))
         table.add_row(
             key.id, escape(key.project), escape(key.name), scopes, when(key.created_at), state
         )
-    show({"object": "list", "data": [_shown(key) for key in found]}, as_json, table)
+    none = "There is none yet: `strop keys create` makes one."
+    answer = {"object": "list", "data": [_shown(key) for key in found]}
+    show(answer, as_json, table if found else none)
 
 
 @keys_app.command("revoke")

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from gateway.commands.shared import AsJson, busy, err, opened, out, show, show_json
+from gateway.commands.shared import AsJson, busy, err, listing, opened, out, right, show, show_json
 from gateway.settings import Settings
 from gateway.store import Database, outbox
 from gateway.store.models import DEFAULT_PROJECT
@@ -31,7 +30,7 @@ def status(as_json: AsJson = False) -> None:
     """What is still to be sent, and what Langfuse refused."""
     with opened() as (settings, database), database.read() as connection:
         found = outbox.lag(connection, time.time())
-    table = Table("project", "Langfuse", "waiting", "oldest", "refused")
+    table = listing("project", "Langfuse", right("waiting"), "oldest", right("refused"))
     for lag in found:
         project = settings.langfuse.projects.get(lag.project)
         where = project.base_url if project else "not configured"

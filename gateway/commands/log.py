@@ -16,10 +16,13 @@ from gateway.commands.shared import (
     Url,
     ask,
     failed,
+    listing,
     number,
     policy_names,
+    right,
     show,
     when,
+    words,
 )
 
 trajectory_app = typer.Typer(help="Episodes, turn by turn.")
@@ -64,7 +67,7 @@ def show_trajectory(
         f"{found['split']}, {when(found['created_at'])}"
     )
     turns = _turns(found["completions"])
-    show(found, as_json, title, fate(found), *turns, *_rewards(found["rewards"]))
+    show(found, as_json, title, fate(found), *turns, *_rewards(found))
 
 
 def _turns(completions: list[dict[str, Any]]) -> Iterator[RenderableType]:
@@ -74,10 +77,10 @@ def _turns(completions: list[dict[str, Any]]) -> Iterator[RenderableType]:
             yield _said(message)
         strop = turn["strop"]
         for choice in (turn.get("choices") or [])[:8]:
-            title = f"{strop['policy']}@{strop['version']}  {turn['id']}"
+            title = f"turn {place}  {strop['policy']}@{strop['version']}  {turn['id']}"
             yield Panel(escape(text_of(choice["message"])), title=title, border_style="green")
         if strop["reason"]:
-            yield f"[yellow]  not trained on: {strop['reason']}[/]"
+            yield f"[yellow]  not trained on: {words(strop['reason'])}[/]"
         # What the next turn repeats is not shown again; a thread of its own is.
         following = completions[place : place + 1]
         repeats = following and following[0]["strop"]["parent_id"] == turn["id"]
@@ -96,26 +99,36 @@ def fate(found: dict[str, Any]) -> str:
     if found["state"] == "used":
         return f"Step {found['step_id']} trained on it."
     if found["state"] == "skipped":
-        return f"It was left out: {found['reason']}."
+        return f"It was left out: {words(found['reason'])}."
     if found["split"] == "eval":
         return "It is held out and never trained on."
     return "It waits." if found["rewards"] else "It waits for a reward."
 
 
-def _rewards(rewards: list[dict[str, Any]]) -> list[Table]:
-    if not rewards:
+def _rewards(found: dict[str, Any]) -> list[Table]:
+    if not found["rewards"]:
         return []
-    table = Table("reward", "name", "for", "source", "when", "comment")
-    for reward in rewards:
+    turns = {turn["id"]: f"turn {place}" for place, turn in enumerate(found["completions"], 1)}
+    counts = {_meant(reward): reward["id"] for reward in found["rewards"]}
+    table = listing(right("reward"), "name", "for", "source", "when", "comment")
+    for reward in found["rewards"]:
+        target = reward["completion_id"]
+        choice = f", choice {reward['choice']}" if reward["choice"] is not None else ""
+        corrected = counts[_meant(reward)] != reward["id"]
         table.add_row(
-            number(reward["reward"]),
+            f"[dim strike]{number(reward['reward'])}[/]" if corrected else number(reward["reward"]),
             escape(reward["name"]),
-            reward["completion_id"] or "trajectory",
+            turns.get(target, target) + choice if target else "the whole",
             escape(reward["source"]),
-            when(reward["created_at"]),
+            when(reward["created_at"]) + (" corrected" if corrected else ""),
             escape(reward["comment"] or ""),
         )
     return [table]
+
+
+def _meant(reward: dict[str, Any]) -> tuple[Any, ...]:
+    """What a reward is of: the last one of it counts."""
+    return reward["completion_id"], reward["choice"], reward["name"]
 
 
 @group_app.command("list")
@@ -128,9 +141,10 @@ def list_groups(
     """Groups, the most recently active first: what waits, and why something was left out."""
     of = f"&policy={quote(policy, safe='')}" if policy else ""
     answer = ask(url, f"/v1/groups?limit={limit}{of}")
-    table = Table("group", "policy", "state", "members", "rewarded", "used", "left out", "active")
+    numbers = (right(name) for name in ("members", "rewarded", "used"))
+    table = listing("group", "policy", "state", *numbers, "left out", "active")
     for group in answer["data"]:
-        reasons = ", ".join(f"{why} × {count}" for why, count in group["reasons"].items())
+        reasons = ", ".join(f"{words(why)} × {count}" for why, count in group["reasons"].items())
         table.add_row(
             escape(group["id"]),
             group["policy"],
@@ -151,9 +165,12 @@ def show_group(
     found = ask(url, f"/v1/groups/{quote(group, safe='')}{of}")
     closed = ", closed" if found["closed_at"] else ""
     title = f"[bold]{escape(found['id'])}[/] of {found['policy']}{closed}"
-    table = Table("trajectory", "version", "reward", "advantage", "state", "answer")
+    numbers = (right(name) for name in ("version", "reward", "advantage"))
+    table = listing("trajectory", *numbers, "state", "answer")
     for member in found["members"]:
-        state = member["reason"] or (f"step {member['step_id']}" if member["step_id"] else "")
+        state = words(member["reason"]) or (
+            f"step {member['step_id']}" if member["step_id"] else ""
+        )
         table.add_row(
             escape(member["id"]),
             f"@{member['version']}" if member["version"] is not None else "",

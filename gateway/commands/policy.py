@@ -3,9 +3,8 @@
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from gateway.commands.shared import URL, AsJson, PolicyName, Url, ask, show, when
+from gateway.commands.shared import URL, AsJson, PolicyName, Url, ask, listing, right, show, when
 
 policy_app = typer.Typer(help="What is being trained, its versions, and the way back.")
 
@@ -14,7 +13,7 @@ policy_app = typer.Typer(help="What is being trained, its versions, and the way 
 def list_policies(url: Url = URL, as_json: AsJson = False) -> None:
     """All policies."""
     answer = ask(url, "/v1/policies")
-    table = Table("policy", "serves", "trains from", "loaded", "state", "base model")
+    table = listing("policy", "serves", "trains from", "loaded", "state", "base model")
     for policy in answer["data"]:
         table.add_row(
             policy["name"],
@@ -32,7 +31,9 @@ def show_policy(name: PolicyName, url: Url = URL, as_json: AsJson = False) -> No
     """A policy's versions, with the results of their probes."""
     policy = ask(url, f"/v1/policies/{name}")
     versions = ask(url, f"/v1/policies/{name}/versions")["data"]
-    table = Table("version", "parent", "state", "step", "probe")
+    table = listing(
+        *(right(name) for name in ("version", "parent")), "state", right("step"), "probe"
+    )
     for version in versions:
         table.add_row(
             f"@{version['number']}",
@@ -139,7 +140,7 @@ def events(
 ) -> None:
     """What happened to a policy, and why; the newest first."""
     answer = ask(url, f"/v1/policies/{name}/events?limit={limit}")
-    table = Table("when", "what", "version", "why")
+    table = listing("when", "what", "version", "why")
     for event in answer["data"]:
         detail = event["detail"]
         table.add_row(

@@ -5,9 +5,8 @@ from urllib.parse import quote
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from gateway.commands.shared import URL, AsJson, Url, ask, names_at, show
+from gateway.commands.shared import URL, AsJson, Url, ask, listing, names_at, right, show
 
 replicas_app = typer.Typer(help="The vLLM servers: what each serves, draining and resuming one.")
 
@@ -27,7 +26,7 @@ Name = Annotated[
 def list_replicas(url: Url = URL, as_json: AsJson = False) -> None:
     """All replicas, as the gateway sees them."""
     answer = ask(url, "/v1/replicas")
-    table = Table("replica", "state", "in flight", "serves", "failures", "error")
+    table = listing("replica", "state", right("in flight"), "serves", right("failures"), "error")
     for replica in answer["data"]:
         table.add_row(
             escape(replica["name"]),

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from rich import box
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import Progress
+from rich.table import Column, Table
 from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -129,9 +131,36 @@ def show_json(answer: Any) -> None:
     typer.echo(json.dumps(answer, indent=2))
 
 
+def listing(*columns: str | Column, title: str | None = None) -> Table:
+    """A table that 80 columns have room for: nothing is cut off, least of all an id, which people
+    copy, and no lines stand between the columns."""
+    return Table(
+        *(Column(c, overflow="fold") if isinstance(c, str) else c for c in columns),
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+
+
+def right(name: str) -> Column:
+    """A column of numbers."""
+    return Column(name, justify="right")
+
+
+def words(reason: str | None) -> str:
+    """A reason as people read it."""
+    return (reason or "").replace("_", " ")
+
+
 def when(at: float | None) -> str:
-    """A time as people here read it."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at is not None else ""
+    """A time as people here read it; of today without the date."""
+    if at is None:
+        return ""
+    then, now = time.localtime(at), time.localtime()
+    today = (then.tm_year, then.tm_yday) == (now.tm_year, now.tm_yday)
+    return time.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S", then)
 
 
 def number(value: float | None) -> str:

@@ -11,7 +11,18 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.client import ApiFailed, call
-from gateway.commands.shared import URL, AsJson, Url, ask, number, out, show_json, when
+from gateway.commands.shared import (
+    URL,
+    AsJson,
+    Url,
+    ask,
+    listing,
+    number,
+    out,
+    right,
+    show_json,
+    when,
+)
 
 _SECONDS = 1.0
 
@@ -77,7 +88,9 @@ def _shown(ready: dict[str, Any], policies: list[dict[str, Any]]) -> RenderableT
 
 
 def _policies(policies: list[dict[str, Any]]) -> Table:
-    table = Table("policy", "serves", "trains from", "state", "groups", "last step", "reward")
+    table = listing(
+        "policy", "serves", "trains from", "state", "groups", "last step", right("reward")
+    )
     for policy in policies:
         states: dict[str, int] = {}
         for group in policy["groups"]:

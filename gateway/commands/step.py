@@ -6,12 +6,22 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
-from gateway.commands.shared import URL, AsJson, PolicyName, Url, ask, show, when
+from gateway.commands.shared import (
+    URL,
+    AsJson,
+    PolicyName,
+    Url,
+    ask,
+    listing,
+    right,
+    show,
+    when,
+    words,
+)
 
 step_app = typer.Typer(help="The optimiser steps that were taken, and taking one again.")
 
@@ -25,12 +35,12 @@ def list_steps(
 ) -> None:
     """The steps of a policy, the newest first."""
     answer = ask(url, f"/v1/policies/{policy}/steps?limit={limit}")
-    table = Table(
-        _right("step"),
-        _right("from"),
-        _right("made"),
+    table = listing(
+        right("step"),
+        right("from"),
+        right("made"),
         "state",
-        *(_right(name) for name in ("groups", "reward", "loss")),
+        *(right(name) for name in ("groups", "reward", "loss")),
         "when",
         "error",
     )
@@ -62,7 +72,7 @@ def show_step(step: int, url: Url = URL, as_json: AsJson = False) -> None:
     ]
     if found["error"]:
         shown.append(f"[red]{escape(found['error'])}[/]")
-    metrics = Table("metric", _right("value"))
+    metrics = listing("metric", right("value"))
     for name, value in _flat(found["metrics"] or {}):
         metrics.add_row(escape(name), f"{value:.4g}" if isinstance(value, float) else str(value))
     shown.append(metrics)
@@ -75,23 +85,16 @@ def show_step(step: int, url: Url = URL, as_json: AsJson = False) -> None:
 
 def _uses(group: str, uses: list[dict[str, Any]]) -> Table:
     # What is read together stands in one line at 80 columns too; the ids are below each other.
-    table = Table(
-        Column("trajectory and completion", overflow="fold"),
-        *(_right(name) for name in ("reward", "advantage", "tokens")),
-        "left out",
-        title=f"group {escape(group)}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
+    numbers = (right(name) for name in ("reward", "advantage", "tokens"))
+    title = f"group {escape(group)}"
+    table = listing("trajectory and completion", *numbers, "left out", title=title)
     for use in uses:
         table.add_row(
             f"{escape(use['trajectory_id'])}\n[dim]{use['completion_id']}[/]",
             _number(use["reward"]),
             _number(use["advantage"]),
             str(use["tokens"]),
-            (use["reason"] or "").replace("_", " "),
+            words(use["reason"]),
         )
     return table
 
@@ -103,10 +106,6 @@ def _flat(metrics: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{above}{name}: ")
         else:
             yield f"{above}{name}", value
-
-
-def _right(name: str) -> Column:
-    return Column(name, justify="right")
 
 
 @step_app.command(

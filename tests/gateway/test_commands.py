@@ -91,7 +91,7 @@ async def test_groups_are_listed_shown_and_closed(strop: Running):
     await episodes(strop)
     step = take_step(strop)
     listed = (await strop_command(strop, "group", "list", "--policy", "agent")).output
-    assert re.search(r"g +│ agent +│ open +│ 4 +│ 4 +│ 1 +│ stale × 1", listed)
+    assert re.search(r"g +agent +open +4 +4 +1 +stale × 1", listed)
     shown = (await strop_command(strop, "group", "show", "g")).output
     assert shown.index("t3") < shown.index("t0")
     assert f"used step {step}" in shown
@@ -152,6 +152,34 @@ async def test_a_step_is_read_in_80_columns(strop: Running):
             # The id, to be copied, is whole.
             assert any(ids[3] in line for line in lines)
             assert any("seconds: forward" in line and "6.125" in line for line in lines)
+
+
+async def test_the_log_is_read_in_80_columns_and_no_id_is_cut(strop: Running):
+    long = "a-task-whose-name-is-as-long-as-those-that-people-make-of-a-path-and-a-digest"
+    reply = await strop.client.chat.completions.create(
+        model="agent",
+        messages=ASK,
+        n=2,
+        max_tokens=3,
+        extra_headers={"X-Strop-Group": long, "X-Strop-Trajectory": "t"},
+    )
+    for value in (0.25, 0.5):
+        body = {"completion_id": reply.id, "choice": 1, "reward": value, "comment": "too slow"}
+        assert (await strop.post("/v1/rewards", body))[0] == 201
+    runner = CliRunner(env={"STROP_URL": strop.url, "COLUMNS": "80"})
+    outputs = []
+    for words in (["group", "list"], ["trajectory", "show", "t"], ["policy", "show", "agent"]):
+        result = await asyncio.to_thread(runner.invoke, app, words)
+        assert result.exit_code == 0
+        assert max(len(line) for line in result.output.splitlines()) <= 80
+        outputs.append(result.output)
+    listed, shown, _ = outputs
+    column = "".join(line.split("  ")[0].strip() for line in listed.splitlines())
+    assert long in column
+    first, second = (line for line in shown.splitlines() if "turn 1, choice 1" in line)
+    assert ("0.25" in first, "corrected" in first) == (True, True)
+    assert ("0.5" in second, "corrected" in second) == (True, False)
+    assert reply.id in shown
 
 
 async def test_rewards_go_to_completions_and_to_trajectories(strop: Running):
@@ -328,7 +356,7 @@ def test_the_completion_of_a_shell_can_be_installed(shell: str, tmp_path):
 async def test_replicas_are_listed_drained_and_resumed(strop: Running):
     name = strop.vllm.url.removeprefix("http://")
     listed = (await strop_command(strop, "replicas", "list")).output
-    assert re.search(rf"{name} +│ serving +│ 0 +│ agent@0 ", listed)
+    assert re.search(rf"{name} +serving +0 +agent@0 ", listed)
     drained = await strop_command(strop, "replicas", "drain", name)
     assert drained.exit_code == 0
     assert "gets no new requests; nothing is in flight here" in drained.output

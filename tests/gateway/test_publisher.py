@@ -285,6 +285,28 @@ async def test_a_replica_with_too_small_a_rank_makes_versions_wait_and_says_so(
         assert (await strop.get("/readyz"))[1]["warnings"] == []
 
 
+async def test_a_policy_that_no_replica_can_serve_leaves_the_others_in_rotation(
+    make_strop: MakeStrop,
+):
+    async with make_strop() as strop:
+        made, _ = await strop.post("/v1/policies", {"name": "wide", "lora": {"rank": 256}})
+        assert made == 201
+        await strop.gateway.publisher.reconcile()
+        status, body = await strop.get("/readyz")
+        assert (status, body["ready"], body["problems"]) == (200, True, [])
+        assert any("wide@0" in warning and "rank" in warning for warning in body["warnings"])
+        assert body["policies"]["wide"]["loaded"] == []
+        assert await served(strop) == "agent@0"
+        # Where nothing at all is served, it is a problem.
+        strop.vllm.max_lora_rank = 1
+        for replica in strop.gateway.pool.replicas:
+            replica.lost("it was started anew")
+        strop.vllm.adapters.clear()
+        await strop.gateway.publisher.reconcile()
+        status, body = await strop.get("/readyz")
+        assert (status, len(body["problems"])) == (503, 2)
+
+
 async def test_a_replica_with_another_base_model_makes_versions_wait_and_says_so(strop: Running):
     # What the trainer measured for the version before is far from what this replica gives for it.
     far = [logprob - 1.0 for logprob in toy_logprobs(write_version(strop, 1), PROBE)]
