@@ -19,9 +19,7 @@ def main() -> int:
         from trainer.replay import command
 
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            sys.exit(
-                "Error: a step is taken again by one process; start `python -m trainer replay`."
-            )
+            sys.exit("Error: one process takes a step again; start `python -m trainer replay`.")
         return command(sys.argv[2:])
     arguments = _arguments()
     settings = TrainerSettings()
