@@ -12,6 +12,7 @@ A trainer that is killed leaves at most a hidden `.partial-` folder, which the n
 import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ ADAPTER = "adapter_model.safetensors"
 _TRAINING = Path("state") / "training.pt"
 _STEP = Path("state") / "step.json"
 _ABANDONED_SECONDS = 86_400.0
+_VERSION_FOLDER = re.compile(r"\d{6,}-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,12 @@ class TrainingState:
 def version_folder(artifacts: Path, project: str, policy: str, version: int, step_id: int) -> Path:
     """Where a version belongs. The step's id makes the path new even after a rollback."""
     return policy_folder(artifacts, project, policy) / f"{version:06d}-{step_id}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a version's folder is named after; None if it is no such folder."""
+    match = _VERSION_FOLDER.fullmatch(folder.name)
+    return int(match[1]) if match is not None else None
 
 
 def policy_folder(artifacts: Path, project: str, policy: str) -> Path:

@@ -5,7 +5,6 @@ trainer wrote that was killed before it could record it goes.
 """
 
 import logging
-import re
 import shutil
 import time
 from pathlib import Path
@@ -22,7 +21,6 @@ from trainer import checkpoints
 log = logging.getLogger("strop.trainer")
 
 _OUT_OF_SERVICE = ("retired", "failed", "superseded")
-_FOLDER = re.compile(r"\d{6,}-(\d+)")
 
 
 def tidy(database: Database, artifacts: Path, policy: TrainablePolicy, keep: Keep) -> None:
@@ -53,8 +51,8 @@ def sweep(database: Database, artifacts: Path, policy: TrainablePolicy) -> list[
     A step that failed cannot be finished any more, so nobody else is about to record the folder.
     """
     parent = checkpoints.policy_folder(artifacts, policy.project, policy.name)
-    matches = ((path, _FOLDER.fullmatch(path.name)) for path in sorted(parent.glob("[0-9]*-*")))
-    found = {path: int(match[1]) for path, match in matches if match is not None}
+    named = ((path, checkpoints.step_of(path)) for path in sorted(parent.glob("[0-9]*-*")))
+    found = {path: step_id for path, step_id in named if step_id is not None}
     if not found:
         return []
     with database.read() as connection:

@@ -115,8 +115,9 @@ def _rewards(found: dict[str, Any]) -> list[Table]:
         target = reward["completion_id"]
         choice = f", choice {reward['choice']}" if reward["choice"] is not None else ""
         corrected = counts[_meant(reward)] != reward["id"]
+        value = number(reward["reward"])
         table.add_row(
-            f"[dim strike]{number(reward['reward'])}[/]" if corrected else number(reward["reward"]),
+            f"[dim strike]{value}[/]" if corrected else value,
             escape(reward["name"]),
             turns.get(target, target) + choice if target else "the whole",
             escape(reward["source"]),

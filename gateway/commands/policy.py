@@ -31,9 +31,7 @@ def show_policy(name: PolicyName, url: Url = URL, as_json: AsJson = False) -> No
     """A policy's versions, with the results of their probes."""
     policy = ask(url, f"/v1/policies/{name}")
     versions = ask(url, f"/v1/policies/{name}/versions")["data"]
-    table = listing(
-        *(right(name) for name in ("version", "parent")), "state", right("step"), "probe"
-    )
+    table = listing(right("version"), right("parent"), "state", right("step"), "probe")
     for version in versions:
         table.add_row(
             f"@{version['number']}",

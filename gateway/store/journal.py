@@ -21,6 +21,7 @@ import orjson
 import psycopg
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
+from gateway.store.journal_state import JournalState
 from gateway.store.rewards import RewardRefused, UnknownTarget
 from gateway.store.rows import EncodedCompletion, Row
 from gateway.store.targets import NewReward, RewardList, known_targets
@@ -159,18 +160,16 @@ class Journal:
         self.waiting = self._number(_WAITING)
         self.pending = self._number(_PENDING)
         self.rejected = self._number("SELECT count(*) FROM rejected")
-        self.oldest_at = self._oldest()
-        """Unix seconds; None where there is nothing."""
+        self._oldest_at = self._oldest()
+
+    def counted(self) -> JournalState:
+        """How much there is."""
+        entries = self.waiting + self.pending
+        return JournalState(entries, self._oldest_at, self.pending, self.rejected)
 
     def state(self) -> dict[str, Any]:
         """How much there is, for people."""
-        oldest = self.oldest_at
-        return {
-            "entries": self.waiting + self.pending,
-            "oldest_seconds": round(time.time() - oldest, 1) if oldest is not None else None,
-            "pending": self.pending,
-            "rejected": self.rejected,
-        }
+        return self.counted().shown()
 
     def append(self, entries: Sequence[tuple[str, bytes]]) -> None:
         """Keep entries; they are on disk, all or none, when this returns."""
@@ -182,8 +181,8 @@ class Journal:
                 [(kind, payload, now) for kind, payload in entries],
             )
         self.waiting += len(entries)
-        if self.oldest_at is None:
-            self.oldest_at = now
+        if self._oldest_at is None:
+            self._oldest_at = now
 
     def next(self, most: int) -> list[Entry]:
         """The oldest entries that wait their turn: at least one if there is any."""
@@ -235,7 +234,7 @@ class Journal:
         if self.waiting <= 0:
             self.waiting = self._number(_WAITING)
         self.rejected += len(rejected)
-        self.oldest_at = self._oldest()
+        self._oldest_at = self._oldest()
 
     def close(self) -> None:
         """Close the file."""

@@ -23,12 +23,12 @@ _Item = tuple[Work, "asyncio.Future[Any]"]
 
 log = logging.getLogger("strop.writer")
 
-COMMIT_EVERY = 0.002
+_COMMIT_EVERY = 0.002
 """Seconds between the beginnings of two commits while several requests are being answered. A
 commit costs a transaction, a sync of the disk and some handing of the interpreter's lock from
 thread to thread, whatever is in it; PostgreSQL's `commit_delay` is the same idea."""
 
-SIBLINGS = 5
+_SIBLINGS = 5
 """Requests that must be in progress beside those that wait, for a commit to be put off."""
 
 
@@ -41,6 +41,38 @@ class HasState(Protocol):
 
 class QueueFull(Exception):
     """More writes wait for a commit than the settings allow."""
+
+
+class Pause:
+    """Puts commits off for a moment while requests are on their way that will have some too."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
+
+    def wait(self, in_progress: Callable[[], int]) -> bool:
+        """Wait before a commit, if it is worth it; whether it was.
+
+        Args:
+            in_progress: requests that are being answered and wait for no commit yet.
+        """
+        now = time.monotonic()
+        left = self._began + _COMMIT_EVERY - now
+        worth = left > 0 and in_progress() >= _SIBLINGS
+        if worth:
+            time.sleep(left)
+            now += left
+        self._began = now
+        return worth
+
+
+def settle(future: "asyncio.Future[Any]", result: Any) -> None:
+    """Give a future its result, or raise it there if it is an exception; unless nobody waits."""
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
 
 
 class Writer:
@@ -68,7 +100,7 @@ class Writer:
         self._limit = limit
         self._queue: SimpleQueue[_Item | None] = SimpleQueue()
         self._pending = 0
-        self._began = 0.0
+        self._pause = Pause()
         self.in_progress: Callable[[], int] = lambda: 0
         """Requests that are being answered, which will have something to write."""
         self.committer = Committer(database, batch, journal, journal_pending_days, traced)
@@ -174,12 +206,7 @@ class Writer:
     def _tell(self, outcomes: Sequence[tuple["asyncio.Future[Any]", Any]]) -> None:
         self._pending -= len(outcomes)
         for future, result in outcomes:
-            if future.done():
-                continue
-            if isinstance(result, BaseException):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
+            settle(future, result)
 
     def _run(self) -> None:
         while True:
@@ -199,21 +226,13 @@ class Writer:
         if first is None:
             return [], True
         items = [first]
-        self._wait_for_others()
+        self._pause.wait(lambda: self.in_progress() - self._pending)
         while len(items) < self._batch and not self._queue.empty():
             item = self._queue.get()
             if item is None:
                 return items, True
             items.append(item)
         return items, False
-
-    def _wait_for_others(self) -> None:
-        now = time.monotonic()
-        left = self._began + COMMIT_EVERY - now
-        if left > 0 and self.in_progress() - self._pending >= SIBLINGS:
-            time.sleep(left)
-            now += left
-        self._began = now
 
     def _commit(self, items: list[_Item]) -> None:
         self._resolve(items, self.committer.commit([work for work, _ in items]))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gateway.store.committer import Work
+from gateway.store.journal_state import JournalState
 from gateway.store.rewards import RewardList
 from gateway.store.rows import EncodedCompletion
 
@@ -19,10 +20,9 @@ Submission = tuple[int, list[tuple[int, Any]]]
 """Gateway → process: requests that are being answered and have not submitted anything yet, and
 works by number, as `sent` makes them."""
 
-Status = tuple[int, int, tuple[int, ...], float, tuple[int, float | None, int, int] | None]
+Status = tuple[int, int, tuple[int, ...], float, JournalState | None]
 """How the process is: commits, writes in them, the counts of the histogram of commits and its sum
-in seconds; of the journal, if there is one, the entries, the Unix time of the oldest, pending and
-rejected ones."""
+in seconds; of the journal, if there is one, how much is in it."""
 
 Answer = tuple[list[tuple[int, Any]], Status | None]
 """Process → gateway: results by number, exceptions among them, and now and then how it is."""

@@ -14,8 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from gateway.store.committer import Committer, Work
-from gateway.store.journal import Journal
-from gateway.store.writer import COMMIT_EVERY, SIBLINGS
+from gateway.store.writer import Pause
 from gateway.writing.frames import Frames, Status, framed, received
 
 log = logging.getLogger("strop.writer")
@@ -58,7 +57,7 @@ class Server:
         self._committer = committer
         self._batch = batch
         self._queue: deque[tuple[_Gateway, int, Work]] = deque()
-        self._began = 0.0
+        self._pause = Pause()
         self._news_at: float | None = None
         """When to tell how this process is; None: nothing has happened since it was told."""
         self._gateways: set[_Gateway] = set()
@@ -76,7 +75,8 @@ class Server:
         while not self._ending:
             self._take(0.0 if self._queue else self._patience())
             if self._queue:
-                self._wait_for_others()
+                if self._pause.wait(self._in_progress):
+                    self._take(0.0)
                 self._commit()
             self._committer.turn()
             if self._news_at is not None and time.monotonic() >= self._news_at:
@@ -136,14 +136,8 @@ class Server:
             self._selector.unregister(gateway.connection)
             gateway.connection.close()
 
-    def _wait_for_others(self) -> None:
-        now = time.monotonic()
-        left = self._began + COMMIT_EVERY - now
-        if left > 0 and sum(gateway.progress for gateway in self._gateways) >= SIBLINGS:
-            time.sleep(left)
-            now += left
-            self._take(0.0)
-        self._began = now
+    def _in_progress(self) -> int:
+        return sum(gateway.progress for gateway in self._gateways)
 
     def _commit(self) -> None:
         size = min(self._batch, len(self._queue))
@@ -189,10 +183,9 @@ class Server:
     def _status(self) -> Status:
         committer = self._committer
         histogram = committer.commit_seconds
-        journal = committer.mover.journal if committer.mover is not None else None
-        found = _counted(journal) if journal is not None else None
+        found = committer.mover.journal.counted() if committer.mover is not None else None
         # While the journal moves, there are news all the time.
-        busy = found is not None and found[0] > 0
+        busy = found is not None and found.entries > 0
         self._news_at = time.monotonic() + _NEWS_SECONDS if busy else None
         return (
             committer.commits,
@@ -201,11 +194,6 @@ class Server:
             histogram.sum,
             found,
         )
-
-
-def _counted(journal: Journal) -> tuple[int, float | None, int, int]:
-    entries = journal.waiting + journal.pending
-    return entries, journal.oldest_at, journal.pending, journal.rejected
 
 
 def _plain(number: int, result: Any) -> tuple[int, Any]:

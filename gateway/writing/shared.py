@@ -13,7 +13,6 @@ import logging
 import os
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -23,10 +22,11 @@ from gateway.child import Child
 from gateway.store.committer import Work
 from gateway.store.database import Database
 from gateway.store.histogram import Histogram
+from gateway.store.journal_state import JournalState
 from gateway.store.records import StoredReward
 from gateway.store.rewards import NewReward, RewardList
 from gateway.store.rows import EncodedCompletion
-from gateway.store.writer import Writer
+from gateway.store.writer import Writer, settle
 from gateway.workers import Worker
 from gateway.writing.frames import Frames, Orphaned, Status, framed, sent
 from gateway.writing.process import FAREWELL, Job
@@ -221,13 +221,7 @@ class SharedWriter(Writer):
         self._pending -= 1
         if not self._waiting and self._emptied is not None:
             self._emptied.set()
-        future = waiting[1]
-        if future.done():
-            return
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
-            future.set_result(result)
+        settle(waiting[1], result)
 
     def answered(self, answers: Sequence[tuple[int, Any]], status: Status | None) -> None:
         """Tell those who wait."""
@@ -303,13 +297,7 @@ class RemoteJournal:
 
     def state(self) -> dict[str, Any]:
         """How much there is, for people."""
-        entries, oldest, pending, rejected = self._status()[4] or (0, None, 0, 0)
-        return {
-            "entries": entries,
-            "oldest_seconds": round(time.time() - oldest, 1) if oldest is not None else None,
-            "pending": pending,
-            "rejected": rejected,
-        }
+        return (self._status()[4] or JournalState()).shown()
 
 
 def socket_path(worker: Worker) -> Path:

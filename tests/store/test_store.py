@@ -100,7 +100,7 @@ async def test_writes_that_come_together_share_a_commit(
 async def test_a_commit_waits_for_requests_in_progress(
     database: Database, writer: Writer, captured: Captured, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.store.writer.COMMIT_EVERY", 0.5)
+    monkeypatch.setattr("gateway.store.writer._COMMIT_EVERY", 0.5)
     writer.in_progress = lambda: 100
     await writer.store(captured("t0"))
 
