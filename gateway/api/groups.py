@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
-from sqlalchemy import Connection, update
+from sqlalchemy import Connection, func, update
 
 from gateway.errors import not_found
 from gateway.gateway import Gateway, gateway_of
@@ -64,15 +64,28 @@ async def retrieve_group(
 
 
 @router.post("/v1/groups/{group_id:path}/close")
-async def close_group(group_id: str, gateway: Strop) -> dict[str, Any]:
-    """Nothing more will come: train on what has a reward."""
+async def close_group(
+    group_id: str,
+    gateway: Strop,
+    policy: Annotated[
+        str | None, Query(description="If two have groups of this id; without it all of them.")
+    ] = None,
+) -> dict[str, Any]:
+    """Nothing more will come: train on what has a reward.
+
+    It stays closed: what comes all the same is taken as it is, and a reward that comes later still
+    is a revision. Closing it again changes nothing.
+    """
+    change = (
+        update(Group)
+        .where(Group.project == gateway.project, Group.id == group_id)
+        .values(closed_at=func.coalesce(Group.closed_at, time.time()))
+    )
+    if policy is not None:
+        change = change.where(Group.policy == policy)
 
     def close(connection: Connection) -> int:
-        return connection.execute(
-            update(Group)
-            .where(Group.project == gateway.project, Group.id == group_id)
-            .values(closed_at=time.time())
-        ).rowcount
+        return connection.execute(change).rowcount
 
     if not await gateway.writer.run(close):
         raise not_found("group", group_id, "GET /v1/groups lists them.")

@@ -185,9 +185,12 @@ def show_group(
 
 
 @group_app.command("close")
-def close_group(group: str, url: Url = URL, as_json: AsJson = False) -> None:
+def close_group(
+    group: str, policy: OfPolicy = None, url: Url = URL, as_json: AsJson = False
+) -> None:
     """Nothing more will come: train on what has a reward."""
-    answer = ask(url, f"/v1/groups/{quote(group, safe='')}/close", {})
+    of = f"?policy={quote(policy, safe='')}" if policy else ""
+    answer = ask(url, f"/v1/groups/{quote(group, safe='')}/close{of}", {})
     show(answer, as_json, f"{escape(group)} is closed.")
 
 
