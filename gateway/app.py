@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway import __version__, errors, preload, retention
+from gateway import __version__, errors, preload
 from gateway.api import (
     completions,
     events,
@@ -23,6 +23,7 @@ from gateway.api import (
     models,
     policies,
     replicas,
+    retention,
     rewards,
     schema,
     steps,
@@ -49,6 +50,7 @@ from gateway.judge.asking import Asker
 from gateway.judge.judging import Judging
 from gateway.memory import settle_memory
 from gateway.publisher import Publisher
+from gateway.retention import keep_deleting
 from gateway.settings import Settings
 from gateway.store import Database
 from gateway.store.journal import Journal
@@ -108,6 +110,7 @@ def build(settings: Settings | None = None) -> FastAPI:
     for module in (
         rewards,
         replicas,
+        retention,
         completions,
         stored,
         stored_responses,
@@ -185,9 +188,8 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             if settings.preload_litellm or settings.providers:
                 tasks.append(asyncio.create_task(preload.litellm()))
             days, by_project = settings.retention_days, settings.project_retention_days
-            if days is not None or by_project:
-                deleting = retention.run(database, writer, days, by_project, worker.publishes)
-                tasks.append(asyncio.create_task(deleting))
+            deleting = keep_deleting(database, writer, days, by_project, worker.publishes)
+            tasks.append(asyncio.create_task(deleting))
             try:
                 with hub.ending_with_the_process():
                     yield gateway

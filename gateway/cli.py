@@ -16,6 +16,7 @@ from gateway.commands.langfuse import langfuse_app
 from gateway.commands.log import group_app, reward, trajectory_app
 from gateway.commands.policy import policy_app
 from gateway.commands.replicas import replicas_app
+from gateway.commands.retention import retention_app
 from gateway.commands.shared import AsJson, err, opened, settings, show, shown_url
 from gateway.commands.status import status
 from gateway.commands.step import step_app
@@ -35,6 +36,7 @@ app.add_typer(data_app)
 app.add_typer(trajectory_app, name="trajectory", no_args_is_help=True)
 app.add_typer(group_app, name="group", no_args_is_help=True)
 app.add_typer(replicas_app, name="replicas", no_args_is_help=True)
+app.add_typer(retention_app, name="retention", no_args_is_help=True)
 app.command()(status)
 app.command()(doctor)
 app.command()(why)

@@ -11,8 +11,18 @@ class ApiFailed(Exception):
     """The gateway answered with an error, or not at all."""
 
 
-def call(base_url: str, path: str, body: Any = None, *, timeout: float = 30.0) -> Any:
-    """GET, or POST where there is a body; returns the JSON answer. `STROP_API_KEY` is sent along.
+def call(
+    base_url: str,
+    path: str,
+    body: Any = None,
+    *,
+    method: str | None = None,
+    timeout: float = 30.0,
+) -> Any:
+    """Ask, and return the JSON answer. `STROP_API_KEY` is sent along.
+
+    Args:
+        method: None: GET, or POST where there is a body.
 
     Raises:
         ApiFailed: with the gateway's own message.
@@ -21,7 +31,7 @@ def call(base_url: str, path: str, body: Any = None, *, timeout: float = 30.0) -
     headers = {"content-type": "application/json"}
     if key := os.environ.get("STROP_API_KEY"):
         headers["authorization"] = f"Bearer {key}"
-    request = urllib.request.Request(base_url.rstrip("/") + path, data, headers)
+    request = urllib.request.Request(base_url.rstrip("/") + path, data, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return json.load(response)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from sqlalchemy import Connection, select
 
-from gateway.store import Database, deletion
+from gateway.store import Database, deletion, retention
 from gateway.store.models import Trajectory
 from gateway.store.writer import Writer
 
@@ -19,7 +19,7 @@ _BATCH = 20
 """Trajectories in one transaction: requests wait for it."""
 
 
-async def run(
+async def keep_deleting(
     database: Database,
     writer: Writer,
     days: float | None,
@@ -29,7 +29,8 @@ async def run(
     """Delete what is too old, and look again every hour, until cancelled.
 
     Args:
-        days: how long projects are kept that `by_project` does not name; None: for ever.
+        days: how long projects are kept that neither have a rule of their own in the database
+            nor are in `by_project`; None: for ever.
         by_project: days by project.
         is_ours: false while another process of this machine does it.
     """
@@ -56,14 +57,11 @@ async def delete_once(
     """Delete what had its last completion or reward too long ago; returns how many trajectories.
 
     Args:
-        days, by_project: as for `run`.
+        days, by_project: as for `keep_deleting`.
         now: Unix seconds.
     """
     total = 0
-    for project in await asyncio.to_thread(_projects, database):
-        kept = by_project.get(project, days)
-        if kept is None:
-            continue
+    for project, kept in (await asyncio.to_thread(_rules, database, days, by_project)).items():
         total += (await delete_before(writer.run, project, now - kept * 86_400)).trajectories
     return total
 
@@ -96,6 +94,13 @@ async def delete_before(
             return total
 
 
-def _projects(database: Database) -> list[str]:
+def _rules(
+    database: Database, days: float | None, by_project: Mapping[str, float]
+) -> dict[str, float]:
+    """Days by project, of those that are not kept for ever."""
     with database.read() as connection:
-        return list(connection.execute(select(Trajectory.project).distinct()).scalars())
+        rules: dict[str, float | None] = {**by_project, **retention.read_all(connection)}
+        if days is not None:
+            projects = connection.execute(select(Trajectory.project).distinct()).scalars()
+            rules = {**dict.fromkeys(projects, days), **rules}
+    return {project: kept for project, kept in rules.items() if kept is not None}

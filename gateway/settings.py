@@ -114,10 +114,12 @@ class Settings(StoreSettings):
     """Seconds between two looks at what the versions earn."""
 
     retention_days: float | None = Field(default=None, gt=0)
-    """Days after its last completion or reward at which a trajectory is deleted. None: never."""
+    """Days after its last completion or reward at which a trajectory is deleted. None: never. A
+    project with a rule of its own (`PUT /v1/retention`) has that instead."""
 
     project_retention_days: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """The same for single projects, which have it instead: `[project_retention_days]`."""
+    """The same for single projects, which have it instead: `[project_retention_days]`. A rule of
+    their own goes before this too."""
 
     judge_poll: float = Field(default=2.0, gt=0)
     """Seconds between two looks for groups that a judge is to rank."""

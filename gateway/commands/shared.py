@@ -48,11 +48,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON."
 PolicyName = Annotated[str, typer.Argument(autocompletion=policy_names)]
 
 
-def ask(url: str, path: str, body: Any = None, *, what: str = "Asking the gateway") -> Any:
+def ask(
+    url: str,
+    path: str,
+    body: Any = None,
+    *,
+    method: str | None = None,
+    what: str = "Asking the gateway",
+) -> Any:
     """The gateway's answer; an error ends the command with its message."""
     try:
         with busy(what):
-            return call(url, path, body, timeout=120.0)
+            return call(url, path, body, method=method, timeout=120.0)
     except ApiFailed as error:
         raise failed(str(error)) from None
 

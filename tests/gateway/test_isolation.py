@@ -22,7 +22,7 @@ from sqlalchemy import Table, insert, select
 
 from gateway.app import build
 from gateway.auth import COOKIE
-from gateway.store import keys, queries
+from gateway.store import keys, queries, retention
 from gateway.store.base import Base
 from gateway.store.models import Completion, Event, Step
 from tests.gateway.conftest import Running
@@ -101,6 +101,7 @@ class Tenants:
             connection.execute(
                 insert(Event).values(project="theirs", policy="agent", kind="last", detail={}, at=2)
             )
+            retention.keep(connection, "ours", 123.25)
             logged = queries.completion(connection, "ours", first)
         said = logged.response["choices"][0]["message"]["content"]
         tail = first.removeprefix("chatcmpl-")
@@ -118,7 +119,7 @@ class Tenants:
         }
         self.hidden = {POLICY, TRAJECTORY, GROUP, PROMPT, COMMENT, OWNER, KIND, tail}
         self.hidden |= {second, third, said}
-        self.hidden.add("0.123")
+        self.hidden |= {"0.123", "123.25"}
 
     def expect(self, project: str, path: str, body: Any, status: int = 200) -> Any:
         answer = requests.post(
@@ -243,4 +244,4 @@ def test_the_same_requests_work_with_the_projects_own_key(tmp_path: Path):
         assert wrong == []
     # The first test compares something.
     assert {"policies", "versions", "groups", "trajectories", "completions", "choices",
-            "rewards", "steps", "events"} <= found.keys()  # fmt: skip
+            "rewards", "steps", "events", "retention"} <= found.keys()  # fmt: skip

@@ -8,6 +8,7 @@ from sqlalchemy import func, insert, select
 
 from gateway import retention
 from gateway.store import Database, deletion, queries, rewards
+from gateway.store import retention as kept_for
 from gateway.store.models import Choice, Completion, CompletionUse, Group, Reward, Trajectory
 from gateway.store.writer import Writer
 from tests.store.conftest import Captured
@@ -286,6 +287,38 @@ async def test_what_is_older_than_its_project_is_to_be_kept_is_deleted(
         for project, gone in (("default", True), ("other", True), ("longer", False)):
             assert (queries.trajectory(connection, project, "t41") is None) is gone
             assert queries.trajectory(connection, project, "t42") is not None
+
+
+async def test_a_projects_own_rule_goes_before_the_settings(
+    database: Database, writer: Writer, captured: Captured
+):
+    day = 86_400.0
+    projects = ("forever", "longer", "plain", "shorter")
+    for project in projects:
+        for when in (day, 7 * day):
+            item = captured(f"t{when:g}", project=project, created_at=when, finished_at=when)
+            await writer.store(item)
+    with database.write() as connection:
+        for project, days in (("forever", None), ("longer", 20.0), ("shorter", 2.0)):
+            kept_for.keep(connection, project, days)
+    by_project = {"forever": 5.0, "shorter": 100.0}
+    assert await retention.delete_once(database, writer, 5.0, by_project, now=10 * day) == 3
+    with database.read() as connection:
+        query = select(Trajectory.project, Trajectory.id)
+        left = sorted(connection.execute(query).tuples())
+        assert left == [
+            ("forever", "t604800"),
+            ("forever", "t86400"),
+            ("longer", "t604800"),
+            ("longer", "t86400"),
+            ("plain", "t604800"),
+        ]
+        # Without a rule in the settings, only those that have one are looked at.
+    assert await retention.delete_once(database, writer, None, {}, now=30 * day) == 2
+    with database.write() as connection:
+        kept_for.forget(connection, "forever")
+    assert await retention.delete_once(database, writer, None, {}, now=30 * day) == 0
+    assert await retention.delete_once(database, writer, 5.0, {}, now=30 * day) == 3
 
 
 async def test_a_turn_whose_parent_was_deleted_while_it_was_answered_is_stored_whole(

@@ -7,7 +7,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import insert, inspect, select, text
 
-from gateway.store import Database, listing, queries
+from gateway.store import Database, listing, queries, retention
 from gateway.store.baselines import Baseline
 from gateway.store.models import Base, CompletionUse, Event, Trajectory, Webhook
 from gateway.store.records import CapturedCompletion
@@ -208,6 +208,28 @@ def test_a_log_of_before_is_listed_by_version_and_failure(empty_url: str, captur
         with database.read() as connection:
             found = listing.ids(connection, "default", chosen, limit=9)
         assert found == sorted(item.id for item in expected)
+    database.dispose()
+
+
+def test_what_was_logged_before_rules_is_kept_until_there_is_one(
+    empty_url: str, captured: Captured
+):
+    database = Database(empty_url)
+    database.migrate("0011")
+    store_as_it_was(database, captured())
+    database.migrate("0012")
+    with database.read() as connection:
+        assert retention.read_all(connection) == {}
+        assert queries.trajectory(connection, "default", "t") is not None
+    for days in (30.0, None, 0.25):
+        with database.write() as connection:
+            retention.keep(connection, "default", days)
+            retention.keep(connection, "other", 7.0)
+        with database.read() as connection:
+            assert retention.read_all(connection) == {"default": days, "other": 7.0}
+    with database.write() as connection:
+        retention.forget(connection, "default")
+        assert retention.read_all(connection) == {"other": 7.0}
     database.dispose()
 
 
