@@ -169,9 +169,8 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             publishes=worker.publishes,
         )
         hub = EventHub(database, settings.publish_poll)
-        gateway = Gateway(
-            settings, database, writer, pool, publisher, Placements(database), Retries(), hub
-        )
+        placements, retries = Placements(database), Retries(database, writer)
+        gateway = Gateway(settings, database, writer, pool, publisher, placements, retries, hub)
         try:
             tracing.start()
             await _configure_policies(gateway, worker)

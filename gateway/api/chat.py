@@ -16,6 +16,8 @@ from gateway.api.delivery import (
     EVENTS,
     JSON,
     NO_REPLICA,
+    REPLAYED,
+    deliver,
     leave_keys,
     open_upstream,
     store,
@@ -39,7 +41,7 @@ from gateway.capture.tokens import Capture, WrongVersion
 from gateway.catalog import served_version
 from gateway.errors import ApiError
 from gateway.gateway import Gateway
-from gateway.http import headers_of, send_body, send_start, send_whole, unless_hung_up
+from gateway.http import headers_of, send_body, send_start, send_whole
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
 
@@ -88,30 +90,27 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
     Raises:
         ApiError: nothing was sent yet.
     """
-    headers = headers_of(scope)
+    again = await gateway.retries.take(gateway.project, headers_of(scope), body)
+    if again is not None:
+        await _replay(again, wants_of(body), send)
+        return
     model = body.get("model")
     if isinstance(model, str) and model in gateway.settings.providers:
         await provided.answer(gateway, scope, receive, send, body)
         return
-    again = gateway.retries.take(gateway.project, headers, body)
-    if again is not None:
-        await _replay(again, wants_of(body), send)
-        return
     exchange = await _prepare(gateway, scope, body)
     way = _stream if exchange.captured.stream else _json
-    delivered = await unless_hung_up(receive, way(gateway, exchange, send))
-    if not delivered and exchange.captured.status == "complete" and exchange.capture.response:
-        gateway.retries.keep(gateway.project, headers, body, exchange.capture.response)
+    work = way(gateway, exchange, send)
+    await deliver(gateway, scope, receive, body, exchange.captured, work)
 
 
 async def _replay(response: Json, wants: Wants, send: Send) -> None:
     """Give a logged answer to the client that lost it."""
-    replayed = (b"x-strop-replayed", b"true")
     if not wants.stream:
-        await send_whole(send, 200, [JSON, replayed], orjson.dumps(response))
+        await send_whole(send, 200, [JSON, REPLAYED], orjson.dumps(response))
         return
     chunks = as_chunks(response)
-    await send_start(send, 200, [*EVENTS, replayed])
+    await send_start(send, 200, [*EVENTS, REPLAYED])
     shown = chunks if wants.usage else chunks[:-1]
     await send_body(send, b"".join([*(encode(chunk) for chunk in shown), DONE]))
 

@@ -2,8 +2,11 @@
 
 import logging
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
+
+from starlette.types import Receive, Scope
 
 from gateway.backends.asking import first_answer
 from gateway.backends.vllm import Replica, UpstreamResponse
@@ -12,6 +15,7 @@ from gateway.capture.placement import Placement
 from gateway.capture.tokens import Capture
 from gateway.errors import ApiError
 from gateway.gateway import Gateway
+from gateway.http import headers_of, unless_hung_up
 from gateway.store.records import CapturedCompletion
 from gateway.store.writer import QueueFull
 from gateway.telemetry.observation import storing
@@ -19,6 +23,8 @@ from gateway.telemetry.observation import storing
 log = logging.getLogger("strop.chat")
 
 JSON = (b"content-type", b"application/json")
+REPLAYED = (b"x-strop-replayed", b"true")
+"""An answer was logged before, and is given to the client that lost it."""
 NO_REPLICA = (
     "No vLLM replica answers. Try again in a few seconds; GET /readyz says what is missing."
 )
@@ -56,6 +62,22 @@ async def open_upstream(
         return response
 
     return await first_answer(path, body, choose, take, asked, gateway.publisher.poke)
+
+
+async def deliver(
+    gateway: Gateway,
+    scope: Scope,
+    receive: Receive,
+    body: dict[str, Any],
+    captured: CapturedCompletion,
+    work: Coroutine[Any, Any, None],
+) -> None:
+    """Answer a request; what is whole and does not reach its client is kept for the retry."""
+    delivered = await unless_hung_up(receive, work)
+    if not delivered and captured.status == "complete" and captured.response:
+        await gateway.retries.keep(
+            gateway.project, headers_of(scope), body, captured.id, captured.response
+        )
 
 
 def take_tokens(captured: CapturedCompletion, capture: Capture) -> None:

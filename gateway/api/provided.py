@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.delivery import EVENTS, JSON, leave_keys, store, take_tokens
+from gateway.api.delivery import EVENTS, JSON, deliver, leave_keys, store, take_tokens
 from gateway.backends import providers
 from gateway.capture.attribution import read_claims
 from gateway.capture.placement import Placement
@@ -16,7 +16,7 @@ from gateway.capture.streaming import DONE, encode
 from gateway.capture.tokens import Capture
 from gateway.errors import ApiError
 from gateway.gateway import Gateway
-from gateway.http import headers_of, send_body, send_start, send_whole, unless_hung_up
+from gateway.http import headers_of, send_body, send_start, send_whole
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
 
@@ -48,7 +48,8 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
         replica=gateway.settings.providers[name].model,
     )
     way = _stream if captured.stream else _whole
-    await unless_hung_up(receive, way(gateway, captured, placement, body, send))
+    work = way(gateway, captured, placement, body, send)
+    await deliver(gateway, scope, receive, body, captured, work)
 
 
 async def _whole(

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.delivery import EVENTS, JSON, NO_REPLICA, open_upstream, store
+from gateway.api.delivery import EVENTS, JSON, NO_REPLICA, REPLAYED, deliver, open_upstream, store
 from gateway.api.endpoint import JsonEndpoint
 from gateway.backends.vllm import UpstreamResponse, error_message
 from gateway.capture.attribution import read_claims
@@ -56,6 +56,10 @@ class TextCompletions(JsonEndpoint):
     ) -> None:
         """Answer one request."""
         prompts = _prompts(body)
+        again = await gateway.retries.take(gateway.project, headers_of(scope), body)
+        if again is not None:
+            await _replay(again, body, send)
+            return
         check_choices(body, gateway.settings.max_choices)
         n = body.get("n") or 1
         exchanges = [
@@ -63,7 +67,24 @@ class TextCompletions(JsonEndpoint):
             for index, prompt in enumerate(prompts)
         ]
         way = _stream if body.get("stream") else _whole
-        await unless_hung_up(receive, way(gateway, exchanges, body, send))
+        work = way(gateway, exchanges, body, send)
+        if len(exchanges) == 1:
+            await deliver(gateway, scope, receive, body, exchanges[0].captured, work)
+        else:
+            # Each is a completion by itself: there is no one answer to keep for a retry.
+            await unless_hung_up(receive, work)
+
+
+async def _replay(response: Json, body: Json, send: Send) -> None:
+    """Give a logged answer to the client that lost it."""
+    if not body.get("stream"):
+        await send_whole(send, 200, [JSON, REPLAYED], orjson.dumps(response))
+        return
+    chunks = [{**response, "usage": None}]
+    if (body.get("stream_options") or {}).get("include_usage"):
+        chunks.append({**response, "choices": []})
+    await send_start(send, 200, [*EVENTS, REPLAYED])
+    await send_body(send, b"".join([*map(encode, chunks), DONE]))
 
 
 def _prompts(body: Json) -> list[str | list[int]]:

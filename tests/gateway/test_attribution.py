@@ -171,58 +171,6 @@ async def test_side_calls_are_logged_and_never_trained_on(make_strop: MakeStrop)
         assert (status, answer["error"]["param"]) == (400, "metadata.train")
 
 
-async def undelivered(strop: Running, headers: dict[str, str], stream: bool) -> str:
-    """Hang up after vLLM has answered and before the commit; returns the completion's id."""
-    trajectory = f"lost-{stream}-{len(headers)}"
-    held = asyncio.Event()
-    original = strop.gateway.writer.store
-
-    async def slow_store(captured):
-        tails = await original(captured)
-        held.set()
-        await asyncio.sleep(1)
-        return tails
-
-    strop.gateway.writer.store = slow_store
-    request = asyncio.ensure_future(
-        strop.http.post(
-            strop.url + "/v1/chat/completions",
-            json={"model": "agent", "messages": ASK, "max_tokens": 6, "stream": stream},
-            headers={**headers, "X-Strop-Trajectory": trajectory},
-        )
-    )
-    await held.wait()
-    if stream:
-        (await request).close()
-    request.cancel()
-    await asyncio.sleep(0.2)
-    strop.gateway.writer.store = original
-    (lost,) = place(strop, trajectory).completions
-    return lost.id
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("mark", [{"x-stainless-retry-count": "1"}, {"Idempotency-Key": "k"}])
-async def test_a_retry_gets_the_answer_that_never_arrived(strop: Running, stream, mark):
-    first = {} if "x-stainless-retry-count" in mark else mark
-    lost = await undelivered(strop, first, stream)
-    body = {"model": "agent", "messages": ASK, "max_tokens": 6, "stream": stream}
-
-    async def send(**headers: str) -> str:
-        async with strop.http.post(
-            strop.url + "/v1/chat/completions", json=body, headers=headers
-        ) as response:
-            assert response.status == 200
-            text = await response.text()
-        return lost if lost in text else "another"
-
-    # Repeated on purpose, or with another body: a fresh sample.
-    assert await send() == "another"
-    assert await send(**mark) == lost
-    # It has arrived now.
-    assert await send(**mark) == "another"
-
-
 @pytest.mark.parametrize("value", ["", "   ", "x" * 300, "a\tb"])
 async def test_ids_that_cannot_be_ids_are_refused(strop: Running, value):
     status, body = await strop.post(

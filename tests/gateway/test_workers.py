@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -16,8 +17,9 @@ import pytest
 from sqlalchemy import select
 
 from gateway.backends.launch import free_port
+from gateway.capture.retries import place_of
 from gateway.settings import Settings
-from gateway.store import Database
+from gateway.store import Database, undelivered
 from gateway.store.journal import Journal
 from gateway.store.models import Completion
 from gateway.workers import Worker
@@ -152,6 +154,24 @@ async def test_what_one_process_answered_is_there_for_the_other(served: Served):
         await asyncio.sleep(0.05)
     else:
         raise AssertionError("nobody publishes any more")
+
+
+async def test_a_retry_that_comes_to_the_other_process_gets_the_logged_answer(served: Served):
+    (one, _), (other, _) = (await served.each()).values()
+    ask = {"role": "user", "content": "First."}
+    body = {"model": "agent", "messages": [ask], "max_tokens": 4}
+    reply = await served.say(one, [ask])
+    with served.database.write() as connection:
+        # As `one` does where it finds its client gone.
+        undelivered.keep(connection, "default", place_of({}, body), reply["id"], time.time())
+    headers = {"x-stainless-retry-count": "1"}
+    url = served.url + "/v1/chat/completions"
+    for expected in (True, False):
+        async with other.post(url, json=body, headers=headers) as response:
+            assert response.status == 200
+            answer = await response.json()
+        assert (answer == reply) is expected
+        assert ("x-strop-replayed" in response.headers) is expected
 
 
 def test_places_and_publishing_go_to_one_process_each_and_are_given_back(tmp_path: Path):

@@ -7,7 +7,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import insert, inspect, select, text
 
-from gateway.store import Database, listing, queries, retention
+from gateway.store import Database, listing, queries, retention, undelivered
 from gateway.store.baselines import Baseline
 from gateway.store.models import Base, CompletionUse, Event, Trajectory, Webhook
 from gateway.store.records import CapturedCompletion
@@ -230,6 +230,22 @@ def test_what_was_logged_before_rules_is_kept_until_there_is_one(
     with database.write() as connection:
         retention.forget(connection, "default")
         assert retention.read_all(connection) == {"other": 7.0}
+    database.dispose()
+
+
+def test_what_was_answered_before_can_be_noted_as_undelivered(empty_url: str, captured: Captured):
+    database = Database(empty_url)
+    database.migrate("0012")
+    item = captured()
+    store_as_it_was(database, item)
+    with database.write() as connection:
+        retention.keep(connection, "default", 30.0)
+    database.migrate("0013")
+    with database.write() as connection:
+        undelivered.keep(connection, "default", b"place", item.id, 1e9)
+        assert undelivered.take(connection, "default", b"place", 1e9) == item.id
+        assert queries.completion(connection, "default", item.id).messages == item.messages
+        assert retention.read_all(connection) == {"default": 30.0}
     database.dispose()
 
 

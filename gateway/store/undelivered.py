@@ -1,0 +1,71 @@
+"""Answers that are in the log and never reached their client, by what its retry will say.
+
+Hardly any answer is one, so the table is small; whoever adds to it deletes what is too old.
+"""
+
+from typing import Any
+
+from sqlalchemy import Connection, ForeignKey, Index, delete, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Mapped, mapped_column
+
+from gateway.store.models import Base
+
+KEPT_SECONDS = 600.0
+"""For which a client may come back for an answer."""
+
+
+class Undelivered(Base):
+    """One such answer."""
+
+    __tablename__ = "undelivered"
+
+    project: Mapped[str] = mapped_column(primary_key=True)
+    place: Mapped[bytes] = mapped_column(primary_key=True)
+    """Digest of the request's idempotency key and body."""
+    completion_id: Mapped[str] = mapped_column(ForeignKey("completions.id", ondelete="CASCADE"))
+    kept_at: Mapped[float]
+
+    __table_args__ = (Index("ix_undelivered_completion", "completion_id"),)
+
+
+def keep(
+    connection: Connection, project: str, place: bytes, completion_id: str, now: float
+) -> None:
+    """Remember that a completion, which is in the database, was not delivered.
+
+    Args:
+        now: Unix seconds.
+    """
+    insert: Any = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
+    answer = {"completion_id": completion_id, "kept_at": now}
+    connection.execute(delete(Undelivered).where(Undelivered.kept_at < now - KEPT_SECONDS))
+    connection.execute(
+        insert(Undelivered)
+        .values(project=project, place=place, **answer)
+        .on_conflict_do_update(index_elements=["project", "place"], set_=answer)
+    )
+
+
+def _there(project: str, place: bytes, now: float) -> tuple[Any, ...]:
+    return (
+        Undelivered.project == project,
+        Undelivered.place == place,
+        Undelivered.kept_at >= now - KEPT_SECONDS,
+    )
+
+
+def is_kept(connection: Connection, project: str, place: bytes, now: float) -> bool:
+    """Whether there is something to take."""
+    found = connection.execute(
+        select(Undelivered.completion_id).where(*_there(project, place, now))
+    )
+    return found.first() is not None
+
+
+def take(connection: Connection, project: str, place: bytes, now: float) -> str | None:
+    """The id of the completion; of all that ask, one gets it."""
+    taken = connection.execute(
+        delete(Undelivered).where(*_there(project, place, now)).returning(Undelivered.completion_id)
+    )
+    return taken.scalar_one_or_none()
