@@ -63,9 +63,10 @@ class Settings(StoreSettings):
     providers: dict[str, Provider] = Field(default_factory=dict)
     """Models of other providers, by the name that clients use: `[providers.NAME]`."""
 
-    preload_litellm: bool = False
-    """Import LiteLLM, which takes seconds, soon after the start and not at the first request for
-    Responses, Messages or a provider. With `providers` it is always done."""
+    preload_litellm: bool = True
+    """Import LiteLLM in the background, soon after the start: else the first request for Responses,
+    Messages or a provider waits for that, which takes seconds. It needs about 150 MB of memory in
+    each process. With `providers` it is always done."""
 
     webhooks: dict[str, Webhook] = Field(default_factory=dict)
     """Addresses that are told when a version is published, fails or is rolled back:

@@ -19,6 +19,9 @@ from gateway.backends.launch import VllmOptions, explain_failure, prepare
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT = 240.0
 
+# Hardly a test needs it, and each gateway that a test starts would import it.
+os.environ.setdefault("STROP_PRELOAD_LITELLM", "false")
+
 
 @dataclass(frozen=True)
 class RealVllm:

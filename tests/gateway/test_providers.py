@@ -1,6 +1,7 @@
 """Models of other providers, through LiteLLM; the fake vLLM plays the provider."""
 
 import asyncio
+import gc
 import json
 import sys
 
@@ -10,6 +11,7 @@ from openai import APIStatusError
 from gateway import preload
 from gateway.backends.providers import Provider
 from gateway.capture import translate, translate_messages, translate_responses
+from gateway.errors import ApiError
 from gateway.store import queries
 from tests.gateway.conftest import MakeStrop, Running
 
@@ -118,11 +120,12 @@ async def test_a_stream_of_a_provider_that_is_not_logged_ends_with_an_error(stro
 
 
 async def test_litellm_is_imported_before_it_is_needed(make_strop: MakeStrop, monkeypatch):
+    monkeypatch.delenv("STROP_PRELOAD_LITELLM")
     monkeypatch.setattr(translate, "_loaded", {})
     monkeypatch.setattr(preload, "_AFTER_SECONDS", 0.0)
     interval = sys.getswitchinterval()
     big = {"big": Provider(model="openai/base")}
-    for options in ({"preload_litellm": True}, {"providers": big}):
+    for options in ({}, {"preload_litellm": False, "providers": big}):
         translate._loaded.clear()
         async with make_strop(**options) as strop:
             while len(translate._loaded) < 2 or sys.getswitchinterval() < interval:
@@ -130,3 +133,45 @@ async def test_litellm_is_imported_before_it_is_needed(make_strop: MakeStrop, mo
             ask = {"model": "agent", "input": "?", "max_output_tokens": 3}
             assert (await strop.post("/v1/responses", ask))[0] == 200
         assert {translate_responses.MODULE, translate_messages.MODULE} <= translate._loaded.keys()
+    translate._loaded.clear()
+    async with make_strop(preload_litellm=False) as strop:
+        assert (await strop.post("/v1/chat/completions", {"model": "agent", "messages": ASK}))[
+            0
+        ] == 200
+    assert translate._loaded == {}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_while_litellm_is_imported_the_event_loop_has_its_turns(monkeypatch, fails):
+    monkeypatch.setattr(translate, "_loaded", {})
+    monkeypatch.setattr(preload, "_AFTER_SECONDS", 0.0)
+    before = (sys.getswitchinterval(), gc.isenabled())
+    meanwhile = []
+
+    def importing(name: str) -> object:
+        meanwhile.append((sys.getswitchinterval() < before[0], gc.isenabled()))
+        if fails:
+            raise ApiError(501, "It cannot be imported.")
+        return object()
+
+    monkeypatch.setattr(translate, "_import", importing)
+    await preload.litellm()
+    assert meanwhile == [(True, False)] * (1 if fails else 2)
+    assert (sys.getswitchinterval(), gc.isenabled()) == before
+
+
+async def test_without_litellm_the_gateway_starts_all_the_same(
+    make_strop: MakeStrop, monkeypatch, caplog
+):
+    monkeypatch.setattr(translate, "_loaded", {})
+    monkeypatch.setattr(preload, "_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(preload, "find_spec", lambda _: None)
+    with caplog.at_level("INFO", "strop.preload"):
+        async with make_strop(preload_litellm=True) as strop:
+            while "not installed" not in caplog.text:
+                await asyncio.sleep(0.01)
+            assert (await strop.get("/readyz"))[0] == 200
+    assert translate._loaded == {}
+    assert [record.levelname for record in caplog.records if record.name == "strop.preload"] == [
+        "INFO"
+    ]
