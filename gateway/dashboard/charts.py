@@ -135,7 +135,8 @@ def bars(title: str, counts: Sequence[int]) -> Markup:
         if past % 15 == 0 and past:
             x = _LEFT + (index + 0.5) * step
             parts.append(
-                f'<text class="tick mid" x="{x:.1f}" y="{height - 8}">{past} min ago</text>'
+                f'<text class="tick mid{" part" if past != 30 else ""}" x="{x:.1f}" '
+                f'y="{height - 8}">{past} min ago</text>'
             )
     parts.append(f'<text class="tick end" x="{width - _RIGHT}" y="{height - 8}">now</text>')
     return Markup("".join([*parts, "</svg>"]))

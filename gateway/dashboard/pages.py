@@ -11,14 +11,13 @@ from fastapi import APIRouter, Depends, Query, Request
 from sqlalchemy import Connection
 from starlette.responses import FileResponse, HTMLResponse, Response, StreamingResponse
 
-from gateway.dashboard import charts, conversation, probability, views
+from gateway.dashboard import charts, conversation, langfuse, probability, views
 from gateway.dashboard.rendering import HEADERS, page
 from gateway.gateway import Gateway, gateway_of
 from gateway.store import queries
 from gateway.store.census import Census
 from gateway.telemetry.remembered import Remembered
 from gateway.telemetry.telemetry import Telemetry
-from gateway.tracing.ids import trace_id
 
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 Strop = Annotated[Gateway, Depends(gateway_of)]
@@ -169,6 +168,7 @@ async def groups(
     """Groups, the most recently active first."""
 
     def view(connection: Connection) -> tuple[list[queries.GroupSummary], list[str]]:
+        policies = queries.policies(connection, gateway.project)
         found = queries.groups(
             connection,
             gateway.project,
@@ -177,7 +177,7 @@ async def groups(
             limit=views.GROUPS + 1,
             before=before,
         )
-        return found, [row["name"] for row in queries.policies(connection, gateway.project)]
+        return views.with_states(found, policies), [row["name"] for row in policies]
 
     found, names = await _read(gateway, view)
     return page(
@@ -216,11 +216,19 @@ async def trajectory(
 ) -> HTMLResponse:
     """One episode, as a person reads it."""
     project = gateway.project
-    found = await _read(gateway, lambda c: views.trajectory(c, project, trajectory_id))
+    traced = gateway.settings.langfuse.projects.get(project)
+
+    def view(connection: Connection) -> tuple[views.TrajectoryPage | None, list[str]]:
+        found = views.trajectory(connection, project, trajectory_id)
+        if found is None or traced is None:
+            return found, []
+        traces = langfuse.traces(connection, project, trajectory_id)
+        return found, [f"{traced.base_url}/trace/{trace}" for trace in traces]
+
+    found, links = await _read(gateway, view)
     if found is None:
         return _missing(request, f"trajectory {trajectory_id}")
     turns = list(conversation.turns(found.trajectory.completions))
-    langfuse = gateway.settings.langfuse.projects.get(project)
     return page(
         request,
         "trajectory.html",
@@ -231,9 +239,7 @@ async def trajectory(
         more=max(0, len(turns) - views.TURNS),
         threads=max((turn.thread for turn in turns), default=0),
         said=said,
-        langfuse=f"{langfuse.base_url}/trace/{trace_id(project, trajectory_id)}"
-        if langfuse is not None
-        else None,
+        langfuse=links,
     )
 
 

@@ -49,8 +49,19 @@ def _number(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        return _signed(f"{value:.4g}")
+    return _signed(f"{value:,}") if isinstance(value, int) else str(value)
+
+
+def _signed(shown: str) -> str:
+    return f"\N{MINUS SIGN}{shown[1:]}" if shown.startswith("-") else shown
+
+
+def _seconds(value: float | None) -> str:
+    """A duration with its unit."""
+    if value is None:
+        return ""
+    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 
 def _decimals(value: Any, places: int) -> str:
@@ -59,8 +70,8 @@ def _decimals(value: Any, places: int) -> str:
         return _number(value)
     shown = f"{value:,.{places}f}"
     if value and not float(shown.replace(",", "")):
-        return f"{value:.1e}"
-    return shown.replace("-", "\N{MINUS SIGN}")
+        shown = f"{value:.1e}"
+    return _signed(shown)
 
 
 _METRICS = {
@@ -72,6 +83,8 @@ _METRICS = {
     "reward_mean": "reward (mean)",
     "reward_std": "reward (standard deviation)",
     "grad_norm": "gradient norm",
+    "tokens_seen": "tokens read",
+    "tokens_trained": "tokens trained on",
 }
 
 
@@ -91,13 +104,17 @@ _TEMPLATES = Environment(
     lstrip_blocks=True,
 )
 _TEMPLATES.filters |= {"when": _when, "ago": _ago, "number": _number, "part": _part}
-_TEMPLATES.filters |= {"decimals": _decimals, "metric": _metric}
+_TEMPLATES.filters |= {"decimals": _decimals, "metric": _metric, "seconds": _seconds}
 
 
 def page(request: Request, name: str, status: int = 200, **values: Any) -> HTMLResponse:
     """A page from its template."""
-    who = session.visitor(request)
     text = _TEMPLATES.get_template(name).render(
-        **values, who=who, version=__version__, path=request.url.path, query=request.url.query
+        **values,
+        who=session.visitor(request),
+        version=__version__,
+        path=request.url.path,
+        query=request.url.query,
+        address=str(request.base_url).rstrip("/"),
     )
     return HTMLResponse(text, status, headers=HEADERS)

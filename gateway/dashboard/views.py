@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, func, select
@@ -45,10 +45,28 @@ def overview(connection: Connection, project: str) -> Overview:
             newest[policy["name"]] = found[0]
     return Overview(
         policies,
-        queries.groups(connection, project, now=time.time(), limit=12),
+        with_states(queries.groups(connection, project, now=time.time(), limit=12), policies),
         events.latest(connection, project, limit=8),
         newest,
     )
+
+
+def with_states(
+    groups: Sequence[queries.GroupSummary], policies: Sequence[Row]
+) -> list[queries.GroupSummary]:
+    """The groups with the states that the counts beside them have: `ready` and `skipped` too."""
+    sizes = {row["name"]: int(row["settings"].get("group_size", 4)) for row in policies}
+    return [replace(one, state=_state(one, sizes.get(one.policy))) for one in groups]
+
+
+def _state(group: queries.GroupSummary, size: int | None) -> str:
+    if group.state == "trained" and not group.used:
+        return "skipped"
+    if group.state != "open":
+        return group.state
+    enough = [number for number in (size, group.choices) if number is not None]
+    complete = any(group.waiting >= number for number in enough)
+    return "ready" if complete or group.closed_at is not None else "open"
 
 
 def traffic(connection: Connection, project: str) -> list[int]:

@@ -114,9 +114,9 @@ async def test_axe_would_find_something(browser: Browser, strop: Running):
 
 async def test_pages_say_what_to_do_when_there_is_nothing(browser: Browser, strop: Running):
     for path, words in (
-        ("/", "Point OPENAI_BASE_URL at /v1 of this address"),
+        ("/", f"OPENAI_BASE_URL={strop.url}/v1, and agent as the model"),
         ("/policies/agent", "No reward yet"),
-        ("/groups", "No group yet"),
+        ("/groups", f"OPENAI_BASE_URL={strop.url}/v1, and agent as the model"),
         ("/steps", "No step yet"),
         ("/groups/agent/nobody", "There is no group nobody"),
         ("/policies/nobody", "There is no policy nobody"),
