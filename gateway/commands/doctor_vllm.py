@@ -109,14 +109,22 @@ def _logprobs(url: str, base: str) -> Iterator[Finding]:
         }
         answer = fetch(url + "/v1/completions", body, timeout=120.0)
         if answer.status != 200:
-            yield note(url, f"its logprobs mode cannot be told: {answer.says()}")
+            yield note(
+                url,
+                f"its logprobs mode cannot be told: {answer.says()}",
+                "Start it with --logprobs-mode processed_logprobs, and --max-logprobs of at least 5.",
+            )
             return
         top = answer.body["choices"][0]["logprobs"]["top_logprobs"][0]
         values = sorted(top.values(), reverse=True)[:2]
         gaps.append(values[0] - values[1])
     # Steeper by 1 / _COLD, or not at all; the first two may be all but equally likely.
     if gaps[0] < 1e-3:
-        yield note(url, "its logprobs mode cannot be told: two tokens are equally likely")
+        yield note(
+            url,
+            "its logprobs mode cannot be told: two tokens are equally likely",
+            "See that it was started with --logprobs-mode processed_logprobs.",
+        )
     elif gaps[1] / gaps[0] < (1 + 1 / _COLD) / 2:
         yield wrong(
             url,
@@ -139,7 +147,11 @@ def _loading(url: str, settings: Settings) -> Iterator[Finding]:
         return
     model = Path(settings.model())
     if not model.is_dir():
-        yield note(url, f"{model} is no folder here, so that rank and paths cannot be tried")
+        yield note(
+            url,
+            f"{model} is no folder here, so that rank and paths cannot be tried",
+            "Run it where the model lies, or set STROP_BASE_MODEL to its folder.",
+        )
         return
     ranks = sorted({config.lora.rank for config in settings.policy_configs().values()})
     for rank in ranks:
@@ -200,7 +212,11 @@ def _dtype(database: Database) -> Iterator[Finding]:
                     newest = numbers.get("mean_difference", newest)
             name = policy["name"]
             if newest is None:
-                yield note("dtype", f"it is compared when the first version of {name} is published")
+                yield note(
+                    "dtype",
+                    f"it is compared when the first version of {name} is published",
+                    "Run `strop doctor` again then.",
+                )
             elif newest > _DTYPE_NATS:
                 yield doubtful(
                     "dtype",

@@ -22,6 +22,7 @@ class Finding:
     about: str
     text: str
     fix: str | None = None
+    """What to do about it; None only where there is nothing to do."""
 
 
 def good(about: str, text: str) -> Finding:
@@ -29,8 +30,8 @@ def good(about: str, text: str) -> Finding:
     return Finding("ok", about, text)
 
 
-def note(about: str, text: str, fix: str | None = None) -> Finding:
-    """It could not be told, or is good to know."""
+def note(about: str, text: str, fix: str) -> Finding:
+    """It could not be told, or is good to know; `fix` says how it can be told, or what to do."""
     return Finding("note", about, text, fix)
 
 

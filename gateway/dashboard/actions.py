@@ -1,6 +1,7 @@
 """What the dashboard's forms do. Each is the same as a route of the API, after the same checks."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 from urllib.parse import quote
@@ -74,6 +75,13 @@ async def post_reward(request: Request, gateway: Strop) -> Response:
         thumb, number = fields.get("thumb"), fields.get("number", "").strip()
         try:
             value = float(thumb if thumb is not None else number)
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ApiError(
+                422, f"{number or 'Nothing'} is no finite number. Enter one, or use a thumb."
+            )
+        try:
             body = rewards.RewardBody(
                 reward=value,
                 completion_id=completion,
@@ -82,10 +90,9 @@ async def post_reward(request: Request, gateway: Strop) -> Response:
                 name=fields.get("name", "").strip() or "reward",
                 comment=fields.get("comment", "").strip() or None,
             )
-        except (ValueError, ValidationError):
-            raise ApiError(
-                422, f"{number or 'Nothing'} is no finite number. Enter one, or use a thumb."
-            ) from None
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise ApiError(422, f"{wrong['loc'][0]}: {wrong['msg']}.") from None
         await rewards.post_rewards(body, gateway)
     except ApiError as error:
         return _refused(request, error, back)
@@ -105,7 +112,7 @@ Action = Callable[[str, dict[str, str], Gateway], Awaitable[str]]
 
 async def _rollback(name: str, fields: dict[str, str], gateway: Gateway) -> str:
     version = fields.get("version", "")
-    if not version.isdecimal():
+    if not version.isdecimal() or len(version) > 9:
         raise ApiError(422, "Choose the version to go back to.")
     await policies.roll_back(name, policies.Rollback(version=int(version)), gateway)
     return f"{name} serves @{version} now, and trains from it."

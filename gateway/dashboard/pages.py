@@ -1,6 +1,7 @@
 """The dashboard: is it learning, and if not, why."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -35,7 +36,9 @@ _LIVE_SECONDS = 2.0
 _TRAFFIC: WeakKeyDictionary[Any, dict[str, Remembered[list[int]]]] = WeakKeyDictionary()
 """By application and project."""
 
-Chosen = Annotated[str | None, Query(max_length=256)]
+Chosen = Annotated[str | None, Query()]
+_LARGEST = 2**63 - 1
+"""What a database takes as a number."""
 
 
 async def _read(gateway: Gateway, view: Callable[[Connection], T]) -> T:
@@ -54,6 +57,23 @@ async def _census(request: Request, gateway: Gateway) -> Census | None:
 
 def _missing(request: Request, what: str) -> HTMLResponse:
     return page(request, "missing.html", 404, what=what)
+
+
+def _whole(text: str | None) -> int | None:
+    """A number in an address, as a database takes it; None: it is none."""
+    if text is None or not text.isdecimal() or len(text) > 19:
+        return None
+    number = int(text)
+    return number if number <= _LARGEST else None
+
+
+def _time(text: str | None) -> float | None:
+    """Unix seconds in an address; None: they are none."""
+    try:
+        found = float(text) if text is not None else None
+    except ValueError:
+        return None
+    return found if found is not None and math.isfinite(found) else None
 
 
 @router.get("/")
@@ -163,9 +183,10 @@ async def groups(
     request: Request,
     gateway: Strop,
     policy: Chosen = None,
-    before: Annotated[float | None, Query()] = None,
+    before: Chosen = None,
 ) -> HTMLResponse:
     """Groups, the most recently active first."""
+    until = _time(before)
 
     def view(connection: Connection) -> tuple[list[queries.GroupSummary], list[str]]:
         policies = queries.policies(connection, gateway.project)
@@ -175,7 +196,7 @@ async def groups(
             policy or None,
             now=time.time(),
             limit=views.GROUPS + 1,
-            before=before,
+            before=until,
         )
         return views.with_states(found, policies), [row["name"] for row in policies]
 
@@ -187,7 +208,7 @@ async def groups(
         more=len(found) > views.GROUPS,
         names=names,
         chosen=policy or "",
-        before=before,
+        before=until,
     )
 
 
@@ -244,10 +265,11 @@ async def trajectory(
 
 
 @router.get("/ui/tokens/{completion_id}/{choice}")
-async def tokens(completion_id: str, choice: int, request: Request, gateway: Strop) -> HTMLResponse:
+async def tokens(completion_id: str, choice: str, request: Request, gateway: Strop) -> HTMLResponse:
     """The tokens of one answer: a part of a page."""
     found = await _read(gateway, lambda c: queries.completion(c, gateway.project, completion_id))
-    answer = next((one for one in found.choices if one.index == choice), None) if found else None
+    index = _whole(choice)
+    answer = next((one for one in found.choices if one.index == index), None) if found else None
     if found is None or answer is None:
         return _missing(request, f"answer {completion_id}")
     served = gateway.publisher.catalog.policies.get((gateway.project, found.policy))
@@ -262,12 +284,13 @@ async def steps(
     request: Request,
     gateway: Strop,
     policy: Chosen = None,
-    before: Annotated[int | None, Query()] = None,
+    before: Chosen = None,
 ) -> HTMLResponse:
     """Optimiser steps, the newest first."""
+    until = _whole(before)
 
     def view(connection: Connection) -> tuple[list[views.Row], list[str]]:
-        found = views.step_list(connection, gateway.project, policy or None, before)
+        found = views.step_list(connection, gateway.project, policy or None, until)
         return found, [row["name"] for row in queries.policies(connection, gateway.project)]
 
     found, names = await _read(gateway, view)
@@ -278,14 +301,17 @@ async def steps(
         more=len(found) > views.STEPS,
         names=names,
         chosen=policy or "",
-        before=before,
+        before=until,
     )
 
 
 @router.get("/steps/{step_id}")
-async def step(step_id: int, request: Request, gateway: Strop) -> HTMLResponse:
+async def step(step_id: str, request: Request, gateway: Strop) -> HTMLResponse:
     """What one step consumed, and what came of it."""
-    found = await _read(gateway, lambda c: views.step(c, gateway.project, step_id))
+    number = _whole(step_id)
+    if number is None:
+        return _missing(request, f"step {step_id}")
+    found = await _read(gateway, lambda c: views.step(c, gateway.project, number))
     if found is None:
         return _missing(request, f"step {step_id}")
     metrics = found.step["metrics"] or {}

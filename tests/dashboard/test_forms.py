@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from gateway.dashboard import views
 from gateway.store import queries
 from tests.dashboard import seed
-from tests.dashboard.test_pages import filled, opened, serious
+from tests.dashboard.test_pages import FULL, filled, opened, serious
 from tests.gateway.conftest import Running
 from tests.toy_vllm.model import TOKENS
 
@@ -179,3 +179,100 @@ async def test_traffic_has_its_two_axes_named(browser: Browser, strop: Running):
         chart = page.get_by_role("img", name="Completions of each of the last 60 minutes")
         texts = await chart.locator("text").all_text_contents()
         assert texts == ["0", "5", "45 min ago", "30 min ago", "15 min ago", "now"]
+
+
+BEYOND = 2**70
+ODD = (
+    f"/steps/{BEYOND}",
+    "/steps/-1",
+    "/steps/x",
+    "/steps/\u00b2",
+    f"/steps?before={BEYOND}",
+    "/steps?before=x",
+    "/groups?before=x",
+    "/groups?before=nan",
+    "/groups?before=1e400",
+    "/groups?policy=%00",
+    "/groups?policy=" + "p" * 3_000,
+    "/groups/agent/%00",
+    "/trajectories/%ff%fe",
+    "/trajectories/%00",
+    "/policies/%00",
+    "/policies/agent?said=" + "s" * 1_000,
+    f"/ui/tokens/nobody/{BEYOND}",
+    "/ui/tokens/nobody/x",
+)
+
+
+@pytest.mark.parametrize("path", ODD, ids=lambda path: path[:30])
+async def test_an_odd_address_is_answered_with_a_page(strop: Running, path: str):
+    async with strop.http.get(strop.url + path) as response:
+        text = await response.text()
+        assert response.status in (200, 404), text
+        assert response.content_type == "text/html"
+        assert "<h1>" in text
+
+
+async def test_a_form_that_was_tampered_with_is_refused_in_words(strop: Running):
+    await seed.three(strop)
+    async with strop.http.get(strop.url + "/trajectories/run%2F0") as response:
+        (token, *_) = re.findall(r'name="token" value="([^"]+)"', await response.text())
+    reward = {"trajectory": "run/0", "number": "1"}
+    for path, fields, words in (
+        ("reward", {**reward, "number": "nan"}, "nan is no finite number"),
+        ("reward", {**reward, "number": "1e400"}, "1e400 is no finite number"),
+        ("reward", {"trajectory": "run/0"}, "Nothing is no finite number"),
+        ("reward", {**reward, "name": "n" * 400}, "name: String should have at most"),
+        ("reward", {**reward, "target": f"{BEYOND}/x"}, "No completion"),
+        ("policies/agent/rollback", {"version": str(BEYOND)}, "Choose the version"),
+        ("policies/agent/rollback", {"version": "x"}, "Choose the version"),
+        ("policies/agent/nothing", {}, "There is no nothing"),
+    ):
+        data = {**fields, "token": token}
+        async with strop.http.post(
+            f"{strop.url}/ui/{path}", data=data, allow_redirects=False
+        ) as response:
+            text = await response.text()
+            assert 400 <= response.status < 500, path
+            assert words in text, path
+            assert 'role="alert"' in text
+    _, body = await strop.get("/v1/rewards?trajectory_id=run/0")
+    assert len(body["data"]) == 2
+
+
+MARKED = """() => [...document.querySelectorAll(
+  "a[href], button, input:not([type=hidden]), select, summary, [tabindex='0']"
+)].filter((one) => one.checkVisibility()).map((one, n) => (one.dataset.stop = n))"""
+FOCUSED = """() => {
+  const one = document.activeElement;
+  const style = getComputedStyle(one);
+  return [one.dataset.stop ?? null, style.outlineStyle !== "none" && style.outlineWidth !== "0px"];
+}"""
+
+
+@pytest.mark.parametrize("name", ["overview", "policy", "groups", "trajectory", "step"])
+async def test_the_keyboard_reaches_everything_and_shows_where_it_is(
+    browser: Browser, strop: Running, name: str
+):
+    await filled(strop)
+    seed.trial(strop, 4)
+    async with opened(browser, strop, FULL[name]) as page:
+        await page.wait_for_selector("text=live")
+        # Its first stop leads past the navigation.
+        await page.keyboard.press("Tab")
+        assert await page.evaluate("document.activeElement.textContent") == "To the content"
+        await page.keyboard.press("Enter")
+        assert page.url.endswith("#content")
+        await page.reload()
+        stops = set(map(str, await page.evaluate(MARKED)))
+        assert len(stops) > 5
+        reached, unseen = set(), set()
+        for _ in range(len(stops) + 2):
+            await page.keyboard.press("Tab")
+            stop, outlined = await page.evaluate(FOCUSED)
+            if stop is not None:
+                reached.add(stop)
+                if not outlined:
+                    unseen.add(stop)
+        assert reached == stops
+        assert unseen == set()

@@ -14,7 +14,7 @@ async def page(strop: Running):
 
 async def test_an_empty_page_says_what_to_do(strop: Running):
     text, headers = await page(strop)
-    assert "Point <code>OPENAI_BASE_URL</code> at <code>/v1</code> of this address" in text
+    assert f"<code>OPENAI_BASE_URL={strop.url}/v1</code>" in text
     assert "agent" in text
     assert "default-src 'none'" in headers["content-security-policy"]
 

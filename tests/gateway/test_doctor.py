@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from gateway.cli import app
 from gateway.commands import doctor_machine, doctor_vllm, findings
 from gateway.commands.doctor import examine
-from gateway.commands.findings import Finding
+from gateway.commands.findings import Answer, Finding
 from gateway.settings import Settings
 from gateway.store import Database, keys
 from tests.fake_vllm import FakeVllm
@@ -142,6 +142,32 @@ async def test_another_dtype_is_seen_in_the_probes(strop: Running):
     warnings = of(await look(strop), "warning")
     assert len(warnings) == 1
     assert "different dtypes" in warnings[0]
+
+
+NOBODY = "http://127.0.0.1:9"
+
+
+async def test_whatever_is_found_comes_with_what_to_do(
+    strop: Running, monkeypatch: pytest.MonkeyPatch
+):
+    """In a room where nearly nothing is as it should be."""
+    monkeypatch.setattr(doctor_vllm, "fetch", unwilling)
+    found = await look(strop, base_model="no/folder", replicas=[strop.vllm.url, NOBODY])
+    settings = Settings(data_dir=strop.gateway.settings.data_dir, host="0.0.0.0", port=9)
+    found += doctor_machine.keys_and_address(settings, None)
+    found += doctor_machine.gateway(settings, {})
+    found += doctor_machine.training(strop.gateway.database)
+    assert {"note", "error"} <= {finding.level for finding in found}
+    assert "logprobs mode cannot be told" in str(found)
+    assert "rank and paths cannot be tried" in str(found)
+    assert [finding for finding in found if finding.level != "ok" and not finding.fix] == []
+
+
+def unwilling(url: str, body: object = None, **options: object) -> Answer:
+    """A vLLM that gives no top logprobs."""
+    if url.endswith("/v1/completions"):
+        return Answer(400, {"error": {"message": "logprobs: 5 is more than the limit of 0"}})
+    return findings.fetch(url, body, **options)
 
 
 def test_clocks_that_disagree_are_found():
