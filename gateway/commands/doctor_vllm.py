@@ -112,7 +112,7 @@ def _logprobs(url: str, base: str) -> Iterator[Finding]:
             yield note(
                 url,
                 f"its logprobs mode cannot be told: {answer.says()}",
-                "Start it with --logprobs-mode processed_logprobs, and --max-logprobs of at least 5.",
+                "Start it with --logprobs-mode processed_logprobs and --max-logprobs 5 or more.",
             )
             return
         top = answer.body["choices"][0]["logprobs"]["top_logprobs"][0]
