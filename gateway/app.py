@@ -60,6 +60,7 @@ from gateway.telemetry.telemetry import Telemetry
 from gateway.tracing.process import Tracing
 from gateway.webhooks import deliveries
 from gateway.workers import Worker
+from gateway.writing.by_load import WriterByLoad
 from gateway.writing.shared import SharedWriter
 
 SURFACES: dict[str, tuple[ASGIApp, str]] = {
@@ -210,9 +211,10 @@ def _writer(settings: Settings, worker: Worker, database: Database) -> Writer:
     batch, limit = settings.commit_batch, settings.commit_queue
     days, traced = settings.journal_pending_days, settings.langfuse.projects
     # PostgreSQL takes the commits of several at a time.
-    shared = settings.workers > 1 and database.is_sqlite
-    if settings.writer == "process" or (settings.writer == "auto" and shared):
-        return SharedWriter(database, worker, batch, limit, days, traced)
+    choose = settings.writer == "auto" and database.is_sqlite
+    if settings.writer == "process" or choose:
+        chosen = WriterByLoad if choose and worker.alone else SharedWriter
+        return chosen(database, worker, batch, limit, days, traced)
     # On SQLite a journal would be lost and full together with the database.
     journal = None if database.is_sqlite else Journal(worker.journal)
     if journal is not None:

@@ -39,8 +39,9 @@ class Settings(StoreSettings):
 
     writer: Literal["auto", "thread", "process"] = "auto"
     """Where completions and rewards are committed: in a process that all workers share, or in a
-    thread of each. `auto` is the process for two workers or more on SQLite. With one worker it
-    answers more requests a second too, and each a little later while few come at once."""
+    thread of each. `auto` is the thread on PostgreSQL and the process for two workers or more on
+    SQLite; with one it is the thread while requests come one by one, and the process, which is
+    started when it is needed first, while several are in progress."""
 
     admin_key: str = Field(default="", repr=False)
     """A key that may do everything in the project `default`, for a start where nobody can run

@@ -73,6 +73,8 @@ class SharedWriter(Writer):
         self._waiting: dict[int, _Waiting] = {}
         self._unsent: list[int] = []
         self._transport: asyncio.WriteTransport | None = None
+        self._heard = False
+        """Whether the process has said anything on this connection; its socket is there earlier."""
         self._emptied: asyncio.Event | None = None
         """Set, while closing, when everything has its answer."""
         self._connecting: asyncio.Task[None] | None = None
@@ -133,7 +135,15 @@ class SharedWriter(Writer):
 
     def start(self) -> None:
         """Start the process, if no other gateway has, and connect to it."""
+        self.start_thread()
+        self.start_process()
+
+    def start_thread(self) -> None:
+        """Begin to commit what is run inside a transaction."""
         super().start()
+
+    def start_process(self) -> None:
+        """Have the rest committed by the process, as soon as it is there."""
         self.child.start()
         self._connecting = asyncio.create_task(self._keep_connected())
 
@@ -172,7 +182,7 @@ class SharedWriter(Writer):
         return stored, fresh or mine
 
     async def _submit(self, work: Work) -> Any:
-        if not isinstance(work, (EncodedCompletion, RewardList)):
+        if not isinstance(work, (EncodedCompletion, RewardList)) or self._takes_thread():
             return await super()._submit(work)
         try:
             return await self._send(work)
@@ -180,6 +190,10 @@ class SharedWriter(Writer):
             assert isinstance(work, EncodedCompletion)
             work.detach()
             return await self._send(work)
+
+    def _takes_thread(self) -> bool:
+        """Whether the thread is the better one for a completion or rewards that come now."""
+        return False
 
     async def _send(self, work: EncodedCompletion | RewardList) -> Any:
         self.check_room()
@@ -225,6 +239,7 @@ class SharedWriter(Writer):
 
     def answered(self, answers: Sequence[tuple[int, Any]], status: Status | None) -> None:
         """Tell those who wait."""
+        self._heard = True
         self.status = status or self.status
         for number, result in answers:
             self._settle(number, result)
@@ -246,7 +261,7 @@ class SharedWriter(Writer):
             for start in range(0, len(numbers), _AT_ONCE):
                 self._write(transport, numbers[start : start + _AT_ONCE])
             await lost
-            self._transport = None
+            self._transport, self._heard = None, False
             # The next process begins to count at zero; what is shown must not run backwards.
             self._before = self._counted()
             self.status = (*_NOTHING[:4], self.status[4])

@@ -29,10 +29,13 @@ def share(database: Database, tmp_path: Path) -> Share:
 
     @asynccontextmanager
     async def make(
-        workers: int = 1, limit: int = 10_000, traced: tuple[str, ...] = ()
+        workers: int = 1,
+        limit: int = 10_000,
+        traced: tuple[str, ...] = (),
+        kind: type[SharedWriter] = SharedWriter,
     ) -> AsyncIterator[SharedWriter]:
         worker = Worker(tmp_path / "data", workers)
-        writer = SharedWriter(database, worker, 512, limit, 7.0, traced)
+        writer = kind(database, worker, 512, limit, 7.0, traced)
         writer.start()
         try:
             yield writer

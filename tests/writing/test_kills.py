@@ -123,7 +123,7 @@ async def main():
     database.migrate()
     writer = SharedWriter(database, Worker(Path(sys.argv[1]), 1), 512, 100, 7.0, ())
     writer.start()
-    while writer._transport is None:
+    while writer._transport is None or writer.child.pid is None:
         await asyncio.sleep(0.01)
     print(writer.child.pid, flush=True)
     await asyncio.sleep(600)
