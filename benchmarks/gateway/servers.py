@@ -157,6 +157,8 @@ def strop(
         "STROP_REPLICAS": json.dumps([f"http://127.0.0.1:{to}"]),
         "STROP_PORT": str(port),
         "STROP_CONFIG": str(folder / "none.toml"),
+        # It is over seconds after the start, and should not be in the first case and no other.
+        "STROP_PRELOAD_LITELLM": "false",
     }
     if database is not None:
         env["STROP_DATABASE_URL"] = database
