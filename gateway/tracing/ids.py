@@ -6,6 +6,7 @@ is there once. OpenTelemetry wants 16 bytes for a trace and 8 for a span, not al
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}.*")
@@ -27,6 +28,7 @@ MOST_PARTS = 1_000
 """Traces that one trajectory can have; what would come after them is in the last."""
 
 
+@lru_cache(4096)
 def trace_id(project: str, trajectory_id: str, part: int = 0) -> str:
     """The trace of a trajectory that no caller traces: 32 hex digits.
 
@@ -36,6 +38,7 @@ def trace_id(project: str, trajectory_id: str, part: int = 0) -> str:
     return _digest(16, "trace", project, trajectory_id, *_further(part))
 
 
+@lru_cache(4096)
 def agent_id(project: str, trajectory_id: str, part: int = 0) -> str:
     """The observation that stands for a trajectory in a part of it: 16 hex digits."""
     return _digest(8, "trajectory", project, trajectory_id, *_further(part))

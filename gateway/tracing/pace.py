@@ -1,16 +1,25 @@
-"""How fast to send: what the gateway leaves of a core, as long as no trace gets too old by it.
+"""How fast to send: with what the gateway, and whatever else is on the machine, leaves of a core.
 
 A low priority alone is not enough. On few cores whoever encodes traces still takes caches and
 memory from those who answer requests, and each of its turns delays one of theirs. Sending has time:
-while the gateway is busy it gets a small share of a core, and catches up when there is less to do.
+while no core is idle it gets a small share of one, somewhat more once traces are late, and catches
+up when there is less to do.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
 
 LEAST_SHARE = 0.05
-"""Of a core, however busy the gateway is: sending is slow then, and never stands still."""
+"""Of a core, however busy the machine is: sending is slow then, and never stands still."""
+
+LATE_SHARE = 0.15
+"""The same once something has waited for `lag_seconds`: a backlog that grows all the same is a
+matter of memory on a disk, and requests are answered meanwhile."""
+
+_UNTOUCHED = 0.5
+"""Cores that stay idle where there are idle ones: who sends does not take the last."""
 
 _MOST_DEBT = 0.5
 """CPU seconds: no single batch is waited for longer than this over `LEAST_SHARE`, 10 s."""
@@ -33,6 +42,30 @@ class Meter:
         return found
 
 
+class Idle:
+    """Cores of the machine that had nothing to do since it was last asked."""
+
+    def __init__(self, path: str = "/proc/stat") -> None:
+        self._path = path
+        self._at, self._idle = time.monotonic(), self._read()
+
+    def cores(self) -> float:
+        """On average; 0 where the system does not say."""
+        at, idle = time.monotonic(), self._read()
+        found = (idle - self._idle) / max(at - self._at, 1e-3)
+        self._at, self._idle = at, idle
+        return max(0.0, found)
+
+    def _read(self) -> float:
+        """Seconds since the start of the machine, of all cores."""
+        try:
+            with open(self._path) as file:
+                # cpu, user, nice, system, idle, ...
+                return int(file.readline().split()[4]) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):
+            return 0.0
+
+
 class Pace:
     """Spends CPU time no faster than it is allowed; one for all threads of a process.
 
@@ -48,40 +81,52 @@ class Pace:
     ):
         """
         Args:
-            lag_seconds: age of what is to be sent from which on nothing is waited for.
+            lag_seconds: age of what is to be sent from which on it gets `LATE_SHARE`; 0: nothing is
+                ever waited for.
             clock, used, now: monotonic seconds, CPU seconds of this process, Unix seconds.
         """
         self._lag_seconds = lag_seconds
         self._clock, self._used, self._now = clock, used, now
         self._lock = threading.Lock()
         self._share = 1.0
+        self._late = False
         self._debt = 0.0
         self._last = clock(), used()
 
-    def told(self, busy: float) -> None:
-        """The gateway uses this share of a core."""
+    def told(self, busy: float, room: float = 0.0) -> None:
+        """How the machine is.
+
+        Args:
+            busy: the share of a core that the gateway uses.
+            room: cores that are idle or used by this process.
+        """
         with self._lock:
             self._settle()
-            self._share = min(1.0, max(LEAST_SHARE, 1.0 - busy))
+            self._share = min(1.0, max(LEAST_SHARE, 1.0 - busy, room - _UNTOUCHED))
 
     def left(self, oldest: float | None) -> float:
-        """Seconds until more may be sent, if the gateway stays as it is; 0: now.
+        """Seconds until more may be sent, if the machine stays as it is; 0: now.
 
         Args:
             oldest: Unix seconds since which the oldest waits that is to be sent.
         """
         with self._lock:
             self._settle()
-            late = oldest is not None and self._now() - oldest >= self._lag_seconds
-            return 0.0 if late else self._debt / self._share
+            if not self._lag_seconds:
+                return 0.0
+            self._late = oldest is not None and self._now() - oldest >= self._lag_seconds
+            return self._debt / self._allowed()
 
     def wait(self, stop: threading.Event, oldest: float | None) -> None:
         """Wait until more may be sent, or `stop` is set."""
         while (left := self.left(oldest)) > 0 and not stop.is_set():
             stop.wait(min(left, _SLICE))
 
+    def _allowed(self) -> float:
+        return max(self._share, LATE_SHARE) if self._late else self._share
+
     def _settle(self) -> None:
         at, used = self._clock(), self._used()
-        debt = self._debt + used - self._last[1] - self._share * (at - self._last[0])
+        debt = self._debt + used - self._last[1] - self._allowed() * (at - self._last[0])
         self._debt = min(max(debt, 0.0), _MOST_DEBT)
         self._last = at, used

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from gateway.child import Child
 from gateway.store import Database
-from gateway.tracing.pace import Meter, Pace
+from gateway.tracing.pace import Idle, Meter, Pace
 from gateway.tracing.settings import LangfuseSettings
 
 log = logging.getLogger("strop.langfuse")
@@ -95,8 +95,9 @@ def main() -> None:
 
 
 def _listen(stop: threading.Event, pace: Pace) -> None:
+    idle, own = Idle(), Meter()
     while line := sys.stdin.readline():
-        pace.told(float(line))
+        pace.told(float(line), idle.cores() + own.share())
     stop.set()
 
 

@@ -97,8 +97,8 @@ class LangfuseSettings(BaseModel):
     """Between two looks for something to send, when there was nothing."""
 
     lag_seconds: float = Field(default=300.0, ge=0)
-    """While the gateway is busy, sending gets a small share of a core, until something has waited
-    for so long; then it gets what it needs."""
+    """While no core is idle, sending gets a small share of one, and three times as much once
+    something has waited for so long. 0: it gets what it needs, at the cost of requests."""
 
     timeout: float = Field(default=10.0, gt=0)
     """Seconds that Langfuse may take for an answer."""

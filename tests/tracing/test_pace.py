@@ -5,11 +5,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from gateway.store import Database
-from gateway.tracing.pace import LEAST_SHARE, Meter, Pace
+from gateway.tracing.pace import LATE_SHARE, LEAST_SHARE, Idle, Meter, Pace
 from gateway.tracing.writes import Writes, lower_priority
 
 
@@ -69,14 +70,54 @@ def test_no_batch_is_waited_for_without_end():
     assert pace.left(None) == pytest.approx(10.0)
 
 
-def test_what_has_waited_for_long_waits_no_longer():
+@pytest.mark.parametrize("room", [0.0, 0.6])
+def test_what_has_waited_for_long_gets_more_and_not_all(room: float):
     clock = Time()
     pace = clock.pace(lag_seconds=60.0)
+    pace.told(1.0, room)
+    began, used = clock.at, clock.used
+    for _ in range(100):
+        clock.work(0.2)
+        clock.at += pace.left(1000.0 + clock.at - 61.0)
+    assert (clock.used - used) / (clock.at - began) == pytest.approx(LATE_SHARE, rel=0.01)
+    assert pace.left(1000.0 + clock.at - 59.0) == 0.0
+    clock.work(0.2)
+    young = pace.left(1000.0 + clock.at - 59.0)
+    assert young > 1.4 * pace.left(1000.0 + clock.at - 60.0) > 0
+
+
+def test_without_a_lag_nothing_is_waited_for():
+    clock = Time()
+    pace = clock.pace(lag_seconds=0.0)
     pace.told(1.0)
     clock.work(0.4)
-    now = 1000.0 + clock.at
-    assert pace.left(now - 59.0) > 0
-    assert pace.left(now - 60.0) == 0.0
+    assert pace.left(1000.0 + clock.at) == pace.left(None) == 0.0
+
+
+@pytest.mark.parametrize(("room", "share"), [(15.0, 1.0), (1.0, 0.5), (0.3, LEAST_SHARE)])
+def test_idle_cores_are_used_but_for_half_a_core(room: float, share: float):
+    clock = Time()
+    pace = clock.pace()
+    pace.told(1.0, room)
+    began, used = clock.at, clock.used
+    for _ in range(100):
+        clock.work(0.2)
+        clock.at += pace.left(None)
+    assert (clock.used - used) / (clock.at - began) == pytest.approx(share)
+
+
+def test_idle_cores_are_counted(tmp_path: Path):
+    # Where the system does not say, none are.
+    assert Idle(str(tmp_path / "none")).cores() == 0.0
+    stat = tmp_path / "stat"
+    stat.write_text("nothing like it\n")
+    assert Idle(str(stat)).cores() == 0.0
+    tick = os.sysconf("SC_CLK_TCK")
+    stat.write_text(f"cpu  1 2 3 {100 * tick} 5\ncpu0 1 2 3 4 5\n")
+    idle = Idle(str(stat))
+    time.sleep(0.05)
+    stat.write_text(f"cpu  1 2 3 {103 * tick} 5\n")
+    assert 3 / 10 < idle.cores() <= 3 / 0.05
 
 
 def test_a_wait_ends_when_it_is_told_to():
