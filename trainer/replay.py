@@ -6,6 +6,7 @@ processes took is taken again by one, which adds up in another order: equal with
 
 import dataclasses
 import importlib.metadata
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,7 @@ def command(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where the adapter is written (default: replays/)"
     )
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     chosen = parser.parse_args(list(arguments))
     store = StoreSettings()
     database = Database(store.url())
@@ -190,9 +192,17 @@ def command(arguments: Sequence[str]) -> int:
         return 1
     finally:
         database.dispose()
-    for line in _in_words(found):
-        print(line)
+    print(json.dumps(_shown(found)) if chosen.json else "\n".join(_in_words(found)))
     return 1 if found.agrees is False else 0
+
+
+def _shown(found: Replayed) -> Json:
+    return {
+        "object": "replay",
+        **dataclasses.asdict(found),
+        "folder": str(found.folder),
+        "agrees": found.agrees,
+    }
 
 
 def _in_words(found: Replayed) -> list[str]:

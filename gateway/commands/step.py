@@ -112,7 +112,7 @@ def _flat(metrics: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
     "replay", context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
 )
 def replay(context: typer.Context) -> None:
-    """Take a step again from the log; arguments are those of `python -m trainer replay`."""
+    """Take a step again from the log and compare: STEP [--project P] [--out DIR] [--json]."""
     command = [sys.executable, "-m", "trainer", "replay", *context.args]
     raise typer.Exit(subprocess.call(command))
 

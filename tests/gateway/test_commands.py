@@ -225,10 +225,7 @@ def commands(group: typer.core.TyperGroup, above: tuple[str, ...] = ()) -> list[
     return found
 
 
-TRAINERS = {("step", "replay")}
-"""They hand their arguments to `python -m trainer`, whose output is its own."""
-
-COMMANDS = sorted(set(commands(typer.main.get_group(app))) - SERVERS - TRAINERS)
+COMMANDS = sorted(set(commands(typer.main.get_group(app))) - SERVERS)
 
 
 def test_the_commands_are_found():

@@ -150,6 +150,11 @@ def test_the_command_takes_a_step_again(
     said = capsys.readouterr().out
     assert f"Step 1 taken again: {tmp_path / 'replays'}" in said
     assert "It is version 1, bit for bit." in said
+    monkeypatch.setattr(sys, "argv", ["trainer", "replay", "1", "--json"])
+    assert trainer_main() == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["step_id"], answer["version"], answer["agrees"]) == (1, 1, True)
+    assert answer["metrics"]["tokens_trained"] > 0
     monkeypatch.setattr(sys, "argv", ["trainer", "replay", "9"])
     assert trainer_main() == 1
     assert "there is no step 9" in capsys.readouterr().err
