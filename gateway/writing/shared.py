@@ -62,7 +62,7 @@ class SharedWriter(Writer):
         journal_pending_days: float,
         traced: Collection[str],
     ):
-        super().__init__(database, batch, limit)
+        super().__init__(database, batch, limit, traced=traced)
         self.journal = None if database.is_sqlite else RemoteJournal(lambda: self.status)
         self.status = _NOTHING
         """What the process last said of itself."""

@@ -7,7 +7,7 @@ import signal
 import pytest
 from sqlalchemy import func, select
 
-from gateway.store import Database
+from gateway.store import Database, outbox
 from gateway.store.models import Completion, Reward
 from gateway.store.rewards import NewReward
 from gateway.writing import by_load
@@ -71,6 +71,37 @@ async def test_several_requests_start_it_and_a_lone_one_returns_to_the_thread(
         assert by_thread(writer) == 9
     with database.read() as connection:
         assert connection.execute(select(func.count()).select_from(Completion)).scalar_one() == 18
+
+
+@on_sqlite
+async def test_what_is_traced_is_noted_whoever_commits_it(
+    database: Database, share: Share, captured: Captured
+):
+    async with share(kind=WriterByLoad, traced=("default",)) as writer:
+        items = [captured(str(n)) for n in range(4)]
+
+        async def commit(number: int) -> None:
+            item = items[number]
+            await writer.store(item)
+            await writer.post_rewards("default", [NewReward(1.0, completion_id=item.id)])
+
+        writer.in_progress = lambda: 1
+        await commit(0)
+        await writer.store(captured("elsewhere", project="elsewhere"))
+        assert not writer.child.started
+        writer.in_progress = lambda: 8
+        # Of these the first starts the process, and the last is committed by it.
+        await commit(1)
+        await commit(2)
+        await there(writer)
+        before = by_thread(writer)
+        await commit(3)
+        assert by_thread(writer) == before
+    with database.read() as connection:
+        pending = outbox.pending(connection, "default", 100)
+        assert sorted(entry.kind for entry in pending) == ["completion"] * 4 + ["reward"] * 4
+        assert {item.id for item in items} <= {entry.ref for entry in pending}
+        assert outbox.pending(connection, "elsewhere", 100) == []
 
 
 @on_sqlite
