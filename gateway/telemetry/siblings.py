@@ -44,7 +44,7 @@ class Siblings:
 
     def __init__(self, data_dir: Path, collect: Callable[[], Iterable[Metric]]):
         self._folder = data_dir / "metrics"
-        self._gateway = str(os.getppid())
+        self._gateway = _start_of(os.getppid())
         self._file = self._folder / f"{self._gateway}-{os.getpid()}.json"
         self._collect = collect
 
@@ -98,6 +98,16 @@ class Siblings:
         for file in self._folder.glob("*-*.*"):
             if not file.name.startswith(f"{self._gateway}-"):
                 file.unlink(missing_ok=True)
+
+
+def _start_of(pid: int) -> str:
+    """A process, and no other that had its number before: in a container it is always 1."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # Its start, in ticks since that of the machine: field 22, of which two came before.
+        return f"{pid}.{fields[19]}"
+    except (OSError, IndexError):
+        return str(pid)
 
 
 def _summed(
