@@ -75,6 +75,9 @@ class Strop(FastAPI):
         except ApiError as error:
             await refusal(error, path)(scope, receive, send)
             return
+        except Exception as error:
+            await _failed(error, scope, receive, send)
+            return
         if self.in_flight >= self.most:
             await refusal(_TOO_MANY, path)(scope, receive, send)
             return
@@ -90,17 +93,16 @@ async def _answered(endpoint: ASGIApp, scope: Scope, receive: Receive, send: Sen
         await endpoint(scope, receive, send)
     except ApiError as error:
         await error.response()(scope, receive, send)
-    except (StatementError, *NO_VALUE) as error:
-        response = database_error(error)
-        if response is None:
-            await _give_up(error, scope, receive, send)
-        else:
-            await response(scope, receive, send)
     except Exception as error:
-        await _give_up(error, scope, receive, send)
+        await _failed(error, scope, receive, send)
 
 
-async def _give_up(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+async def _failed(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    if isinstance(error, (StatementError, *NO_VALUE)):
+        response = database_error(error)
+        if response is not None:
+            await response(scope, receive, send)
+            return
     # RuntimeError: the answer had begun. All that is left is to cut it off.
     with suppress(RuntimeError):
         await unexpected(error)(scope, receive, send)

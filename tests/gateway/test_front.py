@@ -77,6 +77,20 @@ async def test_a_fault_of_strop_is_a_500_in_openais_format(both, monkeypatch):
     assert "secret" not in answer.text
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages"])
+async def test_so_is_a_fault_while_a_key_is_looked_up(path, both, monkeypatch):
+    def broken(*_):
+        raise LookupError("a secret")
+
+    authenticator = both[2].state.authenticator
+    monkeypatch.setattr(authenticator, "_ask_whether_keys_exist", broken)
+    authenticator._keys_exist = (float("-inf"), False)
+    answer = await same(both, "POST", f"/v1/{path}", json={**ASK, "max_tokens": 4})
+    assert answer.status_code == 500
+    assert "LookupError" in answer.json()["error"]["message"]
+    assert "secret" not in answer.text
+
+
 async def test_more_requests_than_are_taken_at_once_are_a_429(both, monkeypatch):
     short, _, app = both
     held, goes_on = asyncio.Event(), asyncio.Event()
