@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
 from fastapi import FastAPI
@@ -62,6 +62,9 @@ from gateway.webhooks import deliveries
 from gateway.workers import Worker
 from gateway.writing.by_load import WriterByLoad
 from gateway.writing.shared import SharedWriter
+
+_FIRST_LOOK_SECONDS = 3.0
+"""Most that the start waits to know what the replicas serve; to load adapters takes longer."""
 
 SURFACES: dict[str, tuple[ASGIApp, str]] = {
     "chat/completions": (ChatCompletions(), "OpenAI's chat completions"),
@@ -191,6 +194,9 @@ async def running(settings: Settings) -> AsyncIterator[Gateway]:
             deleting = keep_deleting(database, writer, days, by_project, worker.publishes)
             tasks.append(asyncio.create_task(deleting))
             try:
+                # Who finds this process listening finds the policies in it.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(publisher.looked.wait(), _FIRST_LOOK_SECONDS)
                 with hub.ending_with_the_process():
                     yield gateway
             finally:

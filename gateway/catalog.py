@@ -12,9 +12,13 @@ from gateway.errors import ApiError, model_not_found
 _VERSIONED = re.compile(r"(?P<policy>.+)@(?P<number>\d{1,9})")
 
 
-def is_version(name: str) -> bool:
-    """Whether a name has the form of a version's, as clients write it or as replicas serve it."""
-    return _VERSIONED.fullmatch(name) is not None
+def split_version(name: str) -> tuple[str, int | None]:
+    """The policy and the number in a version's name, as clients write it or as replicas serve it.
+
+    A name of another form is whole, and has no number.
+    """
+    match = _VERSIONED.fullmatch(name)
+    return (match["policy"], int(match["number"])) if match is not None else (name, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,10 @@ class Catalog:
         policy = self.policies.get((project, model))
         if policy is not None:
             return policy, None
-        match = _VERSIONED.fullmatch(model)
-        if match is not None:
-            policy = self.policies.get((project, match["policy"]))
-            if policy is not None and int(match["number"]) in policy.loaded:
-                return policy, int(match["number"])
+        name, number = split_version(model)
+        policy = self.policies.get((project, name))
+        if policy is not None and number in policy.loaded:
+            return policy, number
         raise model_not_found(model, self.names(project))
 
 

@@ -103,6 +103,8 @@ class Publisher:
         self._known: set[tuple[str, str, int]] = set()
         """Versions that were waiting when it last looked."""
         self.catalog = Catalog()
+        self.looked = asyncio.Event()
+        """Set when it has looked once, whatever it found."""
         self.failures: dict[tuple[str, str], Json] = {}
         """Versions whose probe failed, by project and `policy@N`."""
         self._blocking: dict[tuple[str, str], str] = {}
@@ -120,6 +122,7 @@ class Publisher:
                 if type(error) is not self._trouble:
                     log.exception("publishing failed; trying again until it succeeds")
                 self._trouble = type(error)
+            self.looked.set()
             await self._news()
             self._poked.clear()
 

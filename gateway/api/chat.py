@@ -42,6 +42,7 @@ from gateway.catalog import served_version
 from gateway.errors import ApiError
 from gateway.gateway import Gateway
 from gateway.http import headers_of, send_body, send_start, send_whole
+from gateway.naming import find_model
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
 
@@ -126,7 +127,7 @@ async def _prepare(gateway: Gateway, scope: Scope, body: Json) -> Exchange:
             retry_after=1,
         )
     project, messages = gateway.project, body["messages"]
-    policy, pinned = gateway.publisher.catalog.find(project, body["model"])
+    policy, pinned = await find_model(gateway, body["model"])
     metadata = body.get("metadata") or {}
     claims = read_claims(scope["path_params"], headers_of(scope), metadata)
     placement = await gateway.placements.find(

@@ -10,10 +10,11 @@ from gateway.api.delivery import NO_REPLICA
 from gateway.api.endpoint import JsonEndpoint
 from gateway.backends.asking import ask
 from gateway.backends.vllm import Replica, error_message
-from gateway.catalog import is_version, served_version
+from gateway.catalog import served_version, split_version
 from gateway.errors import ApiError, invalid, json_response
 from gateway.gateway import Gateway
 from gateway.http import unless_hung_up
+from gateway.naming import unless_new
 
 Json = dict[str, Any]
 
@@ -56,6 +57,8 @@ async def forward(gateway: Gateway, path: str, body: Json) -> Json:
             lambda without: _choose(gateway, body["model"], without),
             gateway.publisher.poke,
         )
+    except ApiError as error:
+        raise await unless_new(gateway, body["model"], error) from None
     except TimeoutError:
         raise ApiError(504, "vLLM did not answer in time. Send the request again.") from None
     except aiohttp.ClientError as error:
@@ -79,7 +82,8 @@ def _choose(gateway: Gateway, model: str, without: Replica | None) -> tuple[Repl
     replicas serve as a version of a policy is its project's alone, and has its name in the catalog.
     """
     pool = gateway.pool
-    served = [] if is_version(model) else [r for r in pool.healthy if model in r.models]
+    whole = split_version(model)[1] is None
+    served = [r for r in pool.healthy if whole and model in r.models]
     if served:
         return pool.least_busy((r for r in served if r.url not in pool.drained), without), model
     policy, pinned = gateway.publisher.catalog.find(gateway.project, model)

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends
 
 from gateway.errors import model_not_found
 from gateway.gateway import Gateway, gateway_of
+from gateway.naming import unless_new
 
 router = APIRouter(tags=["models"])
 Strop = Annotated[Gateway, Depends(gateway_of)]
@@ -55,5 +56,5 @@ async def retrieve_model(model: str, gateway: Strop) -> dict[str, Any]:
     """One of them."""
     listing = _listing(gateway)
     if model not in listing:
-        raise model_not_found(model, list(listing))
+        raise await unless_new(gateway, model, model_not_found(model, list(listing)))
     return listing[model]

@@ -26,6 +26,7 @@ from gateway.catalog import served_version
 from gateway.errors import ApiError, invalid
 from gateway.gateway import Gateway
 from gateway.http import headers_of, send_body, send_start, send_whole, unless_hung_up
+from gateway.naming import find_model
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
 
@@ -133,7 +134,7 @@ async def _prepare(
 ) -> Exchange:
     if gateway.writer.full:
         raise ApiError(429, "The log cannot keep up. Try again in a second.", retry_after=1)
-    policy, pinned = gateway.publisher.catalog.find(gateway.project, body["model"])
+    policy, pinned = await find_model(gateway, body["model"])
     metadata = body.get("metadata") or {}
     claims = read_claims(scope["path_params"], headers_of(scope), metadata)
     # Only for the task: what is logged has no messages.
