@@ -1,15 +1,19 @@
 """`strop langfuse …` and the settings behind it."""
 
 import asyncio
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from rich.console import Console
 from typer.testing import CliRunner
 
 from gateway.cli import app
+from gateway.commands import langfuse as commands
+from gateway.commands import shared
 from gateway.settings import Settings
 from gateway.store import Database, outbox
 from gateway.store.rewards import NewReward
@@ -62,6 +66,37 @@ async def test_backfill_sends_what_was_logged_before(
     code, text = await strop(tmp_path, "retry", **keys)
     with database.read() as connection:
         assert len(outbox.pending(connection, "default", 9)) == 1
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+async def test_backfill_shows_how_far_it_is_in_a_terminal_alone(
+    tmp_path: Path,
+    database: Database,
+    langfuse: FakeLangfuse,
+    captured: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=80)
+    for module in (commands, shared):
+        monkeypatch.setattr(module, "err", console)
+    writer = Writer(database)
+    writer.start()
+    for n in range(6):
+        await writer.store(captured(f"t{n}"))
+    await writer.close()
+    keys = {
+        "LANGFUSE_PUBLIC_KEY": langfuse.public_key,
+        "LANGFUSE_SECRET_KEY": langfuse.secret_key,
+        "LANGFUSE_BASE_URL": langfuse.url,
+    }
+    code, text = await strop(tmp_path, "backfill", "--json", **keys)
+    assert code == 0, text
+    assert json.loads(text)["noted"] == 6
+    assert len(langfuse.spans) == 12
+    assert ("Looking through the log" in shown.getvalue()) == terminal
+    assert ("6/6" in shown.getvalue()) == terminal
 
 
 async def test_what_waits_for_a_langfuse_that_is_no_more_can_be_dropped(
