@@ -12,6 +12,7 @@ from gateway.errors import not_found
 from gateway.gateway import Gateway, gateway_of
 from gateway.store import group_view, queries
 from gateway.store.models import Group
+from gateway.store.readiness import with_states
 
 router = APIRouter(tags=["groups"])
 Strop = Annotated[Gateway, Depends(gateway_of)]
@@ -29,10 +30,12 @@ async def list_groups(
     """Groups, the most recently active first."""
 
     def read() -> list[queries.GroupSummary]:
+        now = time.time()
         with gateway.database.read() as connection:
-            return queries.groups(
-                connection, gateway.project, policy, now=time.time(), limit=limit, before=before
+            found = queries.groups(
+                connection, gateway.project, policy, now=now, limit=limit, before=before
             )
+            return with_states(found, queries.policies(connection, gateway.project), now)
 
     found = await asyncio.to_thread(read)
     return {

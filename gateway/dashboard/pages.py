@@ -17,6 +17,7 @@ from gateway.dashboard.rendering import HEADERS, page
 from gateway.gateway import Gateway, gateway_of
 from gateway.store import queries
 from gateway.store.census import Census
+from gateway.store.readiness import with_states
 from gateway.telemetry.remembered import Remembered
 from gateway.telemetry.telemetry import Telemetry
 
@@ -186,7 +187,7 @@ async def groups(
     before: Chosen = None,
 ) -> HTMLResponse:
     """Groups, the most recently active first."""
-    until = _time(before)
+    until, now = _time(before), time.time()
 
     def view(connection: Connection) -> tuple[list[queries.GroupSummary], list[str]]:
         policies = queries.policies(connection, gateway.project)
@@ -194,11 +195,11 @@ async def groups(
             connection,
             gateway.project,
             policy or None,
-            now=time.time(),
+            now=now,
             limit=views.GROUPS + 1,
             before=until,
         )
-        return views.with_states(found, policies), [row["name"] for row in policies]
+        return with_states(found, policies, now), [row["name"] for row in policies]
 
     found, names = await _read(gateway, view)
     return page(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, func, select
@@ -11,6 +11,7 @@ from gateway.dashboard.charts import Point, Series
 from gateway.store import events, group_view, queries, steps
 from gateway.store.events import StoredEvent
 from gateway.store.models import Completion, CompletionUse, Event, Reward, Step, Trajectory
+from gateway.store.readiness import with_states
 from gateway.store.records import StoredTrajectory
 from gateway.store.statistics import VersionReward
 
@@ -43,30 +44,13 @@ def overview(connection: Connection, project: str) -> Overview:
         found = steps.of_policy(connection, project, policy["name"], 1)
         if found:
             newest[policy["name"]] = found[0]
+    now = time.time()
     return Overview(
         policies,
-        with_states(queries.groups(connection, project, now=time.time(), limit=12), policies),
+        with_states(queries.groups(connection, project, now=now, limit=12), policies, now),
         events.latest(connection, project, limit=8),
         newest,
     )
-
-
-def with_states(
-    groups: Sequence[queries.GroupSummary], policies: Sequence[Row]
-) -> list[queries.GroupSummary]:
-    """The groups with the states that the counts beside them have: `ready` and `skipped` too."""
-    sizes = {row["name"]: int(row["settings"].get("group_size", 4)) for row in policies}
-    return [replace(one, state=_state(one, sizes.get(one.policy))) for one in groups]
-
-
-def _state(group: queries.GroupSummary, size: int | None) -> str:
-    if group.state == "trained" and not group.used:
-        return "skipped"
-    if group.state != "open":
-        return group.state
-    enough = [number for number in (size, group.choices) if number is not None]
-    complete = any(group.waiting >= number for number in enough)
-    return "ready" if complete or group.closed_at is not None else "open"
 
 
 def traffic(connection: Connection, project: str) -> list[int]:

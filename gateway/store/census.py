@@ -8,6 +8,7 @@ from sqlalchemy import Connection, and_, case, func, select
 
 from gateway.store import outbox
 from gateway.store.models import Event, Group, Policy, Step, Trajectory, Version
+from gateway.store.readiness import is_ready
 from gateway.store.statistics import VersionReward, rewards_by_version
 
 Key = tuple[str, ...]
@@ -18,7 +19,7 @@ class Census:
     """Numbers by labels; each key begins with project and policy."""
 
     groups: dict[Key, int] = field(default_factory=dict)
-    """By state and reason: `open`, `ready` (its group size is reached, or it was closed),
+    """By state and reason: `open`, `ready` (see `readiness`),
     `claimed`, `trained`, `skipped` (nothing of it was trained on; the reason says why),
     `held_out`."""
     trajectories: dict[Key, int] = field(default_factory=dict)
@@ -44,11 +45,7 @@ class Census:
 def take(connection: Connection) -> Census:
     """Count. On a large database this takes seconds; the caller remembers the answer."""
     found = Census()
-    sizes = {
-        (row.project, row.name): int(row.settings.get("group_size", 4))
-        for row in connection.execute(select(Policy.project, Policy.name, Policy.settings))
-    }
-    _groups(connection, found, sizes)
+    _groups(connection, found)
     columns = (Trajectory.project, Trajectory.policy, Trajectory.split, Trajectory.state)
     query = select(*columns, Trajectory.reason, func.count()).group_by(*columns, Trajectory.reason)
     for project, policy, split, state, reason, count in connection.execute(query):
@@ -64,7 +61,7 @@ def take(connection: Connection) -> Census:
     ):
         found.events[tuple(key)], found.last_event[tuple(key)] = count, at
     found.langfuse = outbox.lag(connection, time.time())
-    for project, policy in sizes:
+    for project, policy in connection.execute(select(Policy.project, Policy.name)).all():
         found.rewards[project, policy] = rewards_by_version(connection, project, policy)
     return found
 
@@ -75,7 +72,7 @@ def _by_state(connection: Connection, into: dict[Key, int], table: type[Step | V
         into[tuple(key)] = count
 
 
-def _groups(connection: Connection, found: Census, sizes: dict[tuple[str, str], int]) -> None:
+def _groups(connection: Connection, found: Census) -> None:
     now = time.time()
 
     def number(*conditions: Any) -> Any:
@@ -88,7 +85,6 @@ def _groups(connection: Connection, found: Census, sizes: dict[tuple[str, str], 
             Trajectory.policy,
             Trajectory.group_id,
             number(*waiting).label("waiting"),
-            number(*waiting, Trajectory.rewarded).label("rewarded"),
             number(Trajectory.split != "eval").label("training"),
             number(Trajectory.state == "used").label("used"),
             func.max(Trajectory.reason).label("reason"),
@@ -102,13 +98,12 @@ def _groups(connection: Connection, found: Census, sizes: dict[tuple[str, str], 
         select(
             Group.project,
             Group.policy,
-            members.c.rewarded,
             case(
                 (claimed, "claimed"),
                 (members.c.training == 0, "held_out"),
                 (and_(members.c.waiting == 0, members.c.used > 0), "trained"),
                 (members.c.waiting == 0, "skipped"),
-                (Group.closed_at.is_not(None), "ready"),
+                (is_ready(connection, now), "ready"),
                 else_="open",
             ).label("state"),
             members.c.reason,
@@ -125,13 +120,10 @@ def _groups(connection: Connection, found: Census, sizes: dict[tuple[str, str], 
         .subquery()
     )
     why = case((groups.c.state == "skipped", groups.c.reason), else_="")
-    by = (groups.c.project, groups.c.policy, groups.c.state, groups.c.rewarded, why)
+    by = (groups.c.project, groups.c.policy, groups.c.state, why)
     query = select(*by, func.count(), func.min(groups.c.updated_at)).group_by(*by)
-    for project, policy, state, rewarded, reason, count, since in connection.execute(query):
-        if state == "open" and rewarded >= sizes.get((project, policy), 1 << 30):
-            state = "ready"
+    for project, policy, state, reason, count, since in connection.execute(query):
         key = (project, policy, state, reason or "")
         found.groups[key] = found.groups.get(key, 0) + count
         if state == "ready":
-            owner = (project, policy)
-            found.oldest_ready[owner] = min(since, found.oldest_ready.get(owner, since))
+            found.oldest_ready[project, policy] = since

@@ -14,6 +14,7 @@ from gateway.store import claim_statements as statements
 from gateway.store import policy_leases, queries, relatives, waiting
 from gateway.store.database import Database
 from gateway.store.models import Group, Policy, Version
+from gateway.store.readiness import Readiness
 from gateway.store.records import Json, StoredTrajectory
 from gateway.store.relatives import Relatives
 
@@ -146,7 +147,9 @@ def claim_groups(
         exclusive: with the groups, take the lease on the policy: all or nothing.
     """
     now = time.time()
-    rule = _Rule(group_size, now - settle_seconds, now - deadline_seconds, now, limit, at_least)
+    rule = _Rule(
+        Readiness(group_size, now - deadline_seconds), now - settle_seconds, now, limit, at_least
+    )
     with database.read() as connection:
         ids, revised = _candidates(connection, policy, rule)
         if not ids:
@@ -171,24 +174,20 @@ def claim_groups(
 class _Rule:
     """When a group is ready; times are Unix seconds."""
 
-    size: int
+    ready: Readiness
     settled_before: float
-    began_before: float
     now: float
     limit: int
     at_least: int
 
     def holds(self, group: RowMapping) -> bool:
         """Whether a group, whose numbers are right, is ready but for settling."""
-        waiting: int = group["waiting"]
-        complete = group["choices"] is not None and waiting >= group["choices"]
-        enough = waiting > 0 and (waiting >= self.size or complete)
-        return group["oldest_at"] is not None and (enough or self.final(group))
+        numbers = (group["waiting"], group["choices"], group["closed_at"], group["oldest_at"])
+        return self.ready.holds(*numbers)
 
     def final(self, group: RowMapping) -> bool:
         """Whether it gets no more rewards, or need not wait for them."""
-        overdue = group["waiting"] > 0 and group["oldest_at"] <= self.began_before
-        return group["closed_at"] is not None or overdue
+        return self.ready.final(group["waiting"], group["closed_at"], group["oldest_at"])
 
 
 def _candidates(
@@ -203,8 +202,8 @@ def _candidates(
         "of_project": policy.project,
         "of_policy": policy.name,
         "now": rule.now,
-        "size": rule.size,
-        "began_before": rule.began_before,
+        "size": rule.ready.size,
+        "began_before": rule.ready.began_before,
         "most": 4 * rule.limit + _SPARE,
     }
     found: dict[str, RowMapping] = {
@@ -223,7 +222,7 @@ def _candidates(
     ids += [id for id in revised if id not in found]
     urgent = [
         *map(rule.final, found.values()),
-        *(at <= rule.began_before for at in revised.values()),
+        *(at <= rule.ready.began_before for at in revised.values()),
     ]
     return (ids if len(ids) >= rule.at_least or any(urgent) else []), revised
 
@@ -259,7 +258,7 @@ def _take(
         fresh = rule.holds(group)
         if fresh or id in revised:
             # A correction to a closed group does not hurry: it may wait for other groups.
-            overdue = id in revised and revised[id] <= rule.began_before
+            overdue = id in revised and revised[id] <= rule.ready.began_before
             taken.append(_Taken(group, fresh, (fresh and rule.final(group)) or overdue))
         if len(taken) == rule.limit:
             break

@@ -27,7 +27,8 @@ class GroupSummary:
     task: str | None
     state: str
     """`open`, `claimed` (a trainer has it), `trained` (nothing in it waits any more), or
-    `held_out` (all of it is `split=eval`, which is never trained on)."""
+    `held_out` (all of it is `split=eval`, which is never trained on); `readiness.with_states`
+    tells `ready` from open, and `skipped` (all of it was left out) from trained."""
     trajectories: int
     rewarded: int
     used: int
@@ -40,6 +41,8 @@ class GroupSummary:
     """Rewarded members that are not trained on yet: trajectories, or choices."""
     choices: int | None
     """How many choices are compared, in a group of the choices of one completion."""
+    oldest_at: float | None
+    """When the oldest that waits, rewarded or not, began; None where none does."""
 
 
 Row = dict[str, Any]
@@ -340,6 +343,7 @@ def _summary(row: RowMapping, counts: list[Any], now: float) -> GroupSummary:
         closed_at=row["closed_at"],
         waiting=row["waiting"],
         choices=row["choices"],
+        oldest_at=row["oldest_at"],
     )
 
 

@@ -212,10 +212,17 @@ def _group_waits(
         if member["state"] == "open" and member["split"] == "train" and member["alone"]
     ]
     fresh = [member for member in waiting if member["settled_revision"] is None]
-    rewarded = sum(bool(member["has_reward"]) for member in fresh)
+    if group["choices"] is None:
+        needed, what, by = settings.group_size, "members", " (group_size)"
+        rewarded = sum(bool(member["has_reward"]) for member in fresh)
+        more = len(fresh) - rewarded
+    else:
+        needed, what, by = min(group["choices"], settings.group_size), "choices", ""
+        rewarded = group["waiting"]
+        more = group["choices"] - rewarded
     settled = max((m["updated_at"] for m in waiting), default=0.0) + settings.settle_seconds
     name = f"group {group['id']}"
-    ready = rewarded >= settings.group_size or len(fresh) < len(waiting)
+    ready = rewarded >= needed or len(fresh) < len(waiting)
     if group["closed_at"] is not None and waiting:
         told.append(f"Its {name} is closed, so it waits for no more members.")
         ready = True
@@ -223,8 +230,8 @@ def _group_waits(
         age = now - min(member["created_at"] for member in fresh)
         left = settings.deadline_seconds - age
         told.append(
-            f"Its {name} has {rewarded} of the {settings.group_size} rewarded members that make it "
-            f"ready (group_size); {len(fresh) - rewarded} more wait for a reward."
+            f"Its {name} has {rewarded} of the {needed} rewarded {what} that make it "
+            f"ready{by}; {more} more wait for a reward."
         )
         if left > 0:
             told.append(f"With fewer it is taken in {span(left)}, at its deadline.")

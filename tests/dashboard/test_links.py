@@ -2,13 +2,9 @@
 
 import asyncio
 import re
-from typing import Any
 
-import pytest
 from playwright.async_api import Browser
 
-from gateway.dashboard import views
-from gateway.store.queries import GroupSummary
 from gateway.tracing import ids
 from gateway.tracing.settings import LangfuseProject
 from tests.dashboard import seed
@@ -74,46 +70,6 @@ async def test_without_langfuse_no_page_speaks_of_it(browser: Browser, strop: Ru
     await seed.three(strop)
     async with opened(browser, strop, "/trajectories/run%2F0") as page:
         assert "Langfuse" not in await page.inner_text("main")
-
-
-def summary(**values: Any) -> GroupSummary:
-    known: dict[str, Any] = {
-        "id": "g",
-        "policy": "agent",
-        "task": None,
-        "state": "open",
-        "trajectories": 4,
-        "rewarded": 0,
-        "used": 0,
-        "skipped": 0,
-        "reasons": {},
-        "created_at": 0.0,
-        "updated_at": 0.0,
-        "closed_at": None,
-        "waiting": 0,
-        "choices": None,
-    }
-    return GroupSummary(**{**known, **values})
-
-
-@pytest.mark.parametrize(
-    ("values", "state"),
-    [
-        ({"waiting": 3}, "open"),
-        ({"waiting": 4}, "ready"),
-        ({"closed_at": 1.0}, "ready"),
-        ({"choices": 3, "waiting": 2}, "open"),
-        ({"choices": 3, "waiting": 3}, "ready"),
-        ({"state": "claimed", "waiting": 4}, "claimed"),
-        ({"state": "trained", "used": 4}, "trained"),
-        ({"state": "trained", "skipped": 4}, "skipped"),
-        ({"state": "held_out"}, "held_out"),
-    ],
-)
-def test_a_group_is_ready_when_a_trainer_would_take_it(values: dict[str, Any], state: str):
-    policies = [{"name": "agent", "settings": {"group_size": 4}}]
-    (found,) = views.with_states([summary(**values)], policies)
-    assert found.state == state
 
 
 async def test_a_group_has_the_state_that_is_counted_above_it(browser: Browser, strop: Running):
