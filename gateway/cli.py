@@ -114,6 +114,8 @@ def gateway_arguments(settings: Settings) -> list[str]:
         "info",
         "--timeout-graceful-shutdown",
         "30",
+        "--timeout-keep-alive",
+        str(settings.keep_alive),
         *(several if settings.workers > 1 else ()),
     ]
 

@@ -106,6 +106,11 @@ class Settings(StoreSettings):
     upstream_timeout: float = Field(default=600.0, gt=0)
     """Seconds that vLLM may take for one answer, or between two chunks of it."""
 
+    keep_alive: int = Field(default=75, ge=1)
+    """Seconds that a client's connection may be idle. Whoever hangs up first must be the client:
+    a request that it sends while strop closes is lost, and few clients send it again. Clients and
+    load balancers wait for up to 60 s."""
+
     connect_timeout: float = Field(default=5.0, gt=0)
     """Seconds that a connection to vLLM may take."""
 
