@@ -26,9 +26,8 @@ class GroupSummary:
     policy: str
     task: str | None
     state: str
-    """`open`, `claimed` (a trainer has it), `trained` (nothing in it waits any more), or
-    `held_out` (all of it is `split=eval`, which is never trained on); `readiness.with_states`
-    tells `ready` from open, and `skipped` (all of it was left out) from trained."""
+    """`open`, `claimed` (a trainer has it), `trained` (nothing waits any more), or `held_out` (all
+    is `split=eval`); `readiness.with_states` tells `ready` and `skipped` (all was left out) too."""
     trajectories: int
     rewarded: int
     used: int
