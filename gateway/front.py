@@ -11,11 +11,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from fastapi import FastAPI
-from sqlalchemy.exc import StatementError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth import authenticate, refusal
-from gateway.errors import NO_VALUE, ApiError, database_error, unexpected
+from gateway.errors import ApiError, database_error, unexpected
 from gateway.telemetry.observation import Tell, observed
 
 _ROLLOUT = re.compile(r"/rollouts/(?P<group>[^/]+)/(?P<trajectory>[^/]+)(?P<path>/v1/.+)")
@@ -98,11 +97,10 @@ async def _answered(endpoint: ASGIApp, scope: Scope, receive: Receive, send: Sen
 
 
 async def _failed(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
-    if isinstance(error, (StatementError, *NO_VALUE)):
-        response = database_error(error)
-        if response is not None:
-            await response(scope, receive, send)
-            return
+    response = database_error(error)
+    if response is not None:
+        await response(scope, receive, send)
+        return
     # RuntimeError: the answer had begun. All that is left is to cut it off.
     with suppress(RuntimeError):
         await unexpected(error)(scope, receive, send)
