@@ -1,8 +1,6 @@
 """The process commits while requests come together, and the thread while they come one by one."""
 
 import asyncio
-import os
-import signal
 
 import pytest
 from sqlalchemy import func, select
@@ -16,6 +14,7 @@ from tests.gateway.conftest import MakeStrop, make_strop, toy_base
 from tests.store.conftest import Captured
 from tests.store.test_journal import until
 from tests.writing.conftest import Share
+from tests.writing.test_kills import kill
 
 __all__ = ["make_strop", "toy_base"]
 
@@ -128,8 +127,7 @@ async def test_the_thread_goes_on_while_the_process_is_dead(
         for _ in range(4):
             before = len(stored)
             await until(lambda before=before: len(stored) > before + 20)
-            await until(lambda: writer.child.pid is not None)
-            os.kill(writer.child.pid, signal.SIGKILL)
+            await kill(writer)
             # In between the load also goes down, so that both commit within moments.
             writer.in_progress = lambda: 1
             writer._busy_until = 0.0
