@@ -19,10 +19,10 @@ from hashlib import sha256
 import aiohttp
 import orjson
 from sqlalchemy import Connection, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.events import EventHub, event_json
 from gateway.store import Database
+from gateway.store.base import insert_into
 from gateway.store.events import StoredEvent
 from gateway.store.ids import new_id
 from gateway.store.journal import connection_lost
@@ -201,9 +201,8 @@ class Delivery:
 
     def _begin(self, connection: Connection) -> None:
         # A new webhook hears of what happens from now on.
-        insert = sqlite.insert if self._database.is_sqlite else postgresql.insert
         connection.execute(
-            insert(WebhookRow)
+            insert_into(connection, WebhookRow)
             .values(id=self.name, cursor=self._hub.settled, attempts=0)
             .on_conflict_do_nothing()
         )

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, and_, func, insert, or_, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.store import outbox, rewards
+from gateway.store.base import insert_into
 from gateway.store.models import Group, Reward, Trajectory
 from gateway.store.policy_settings import PolicySettings
 from gateway.store.reading import stored_completions
@@ -171,7 +171,6 @@ def settle(
     error: str | None = None,
 ) -> None:
     """Note how far the judging of a group has come."""
-    dialect: Any = sqlite if connection.dialect.name == "sqlite" else postgresql
     values = {
         "digest": digest,
         "state": state,
@@ -181,7 +180,7 @@ def settle(
     }
     key = {"project": project, "policy": policy, "group_id": group_id}
     connection.execute(
-        dialect.insert(JudgedGroup)
+        insert_into(connection, JudgedGroup)
         .values(**key, **values)
         .on_conflict_do_update(index_elements=list(key), set_=values)
     )

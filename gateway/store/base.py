@@ -2,7 +2,18 @@
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Double, Index, Integer, LargeBinary, Text, text
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Connection,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    Text,
+    text,
+)
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase
 
@@ -21,6 +32,12 @@ class Base(DeclarativeBase):
         bytes: LargeBinary,
         dict[str, Any]: _Json,
     }
+
+
+def insert_into(connection: Connection, table: type[Base]) -> Any:
+    """An insert that can say what becomes of a row that is there: each database has its own."""
+    dialect: Any = sqlite if connection.dialect.name == "sqlite" else postgresql
+    return dialect.insert(table)
 
 
 def only_where(index: Index, condition: str) -> Index:

@@ -6,12 +6,11 @@ variance, so that it follows a policy that gets better.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import Connection, bindparam, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
+from gateway.store.base import insert_into
 from gateway.store.models import Base
 
 FADE = 0.02
@@ -93,7 +92,6 @@ def learn(
         by_task.setdefault("", []).append(score)
         if task:
             by_task.setdefault(task, []).append(score)
-    insert: Any = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
     for task in sorted(by_task):
         running = read(connection, project, policy, task)
         for score in by_task[task]:
@@ -105,7 +103,7 @@ def learn(
             "updated_at": now,
         }
         connection.execute(
-            insert(Baseline)
+            insert_into(connection, Baseline)
             .values(project=project, policy=policy, task=task, **values)
             .on_conflict_do_update(index_elements=["project", "policy", "task"], set_=values)
         )

@@ -1,12 +1,11 @@
 """Replicas that are to get no new requests, whichever gateway is asked."""
 
 import time
-from typing import Any
 
 from sqlalchemy import Connection, delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
+from gateway.store.base import insert_into
 from gateway.store.models import Base
 
 
@@ -26,8 +25,7 @@ def read(connection: Connection) -> frozenset[str]:
 
 def drain(connection: Connection, url: str) -> None:
     """Give a replica nothing new."""
-    insert: Any = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-    statement = insert(Drain).values(url=url, since=time.time())
+    statement = insert_into(connection, Drain).values(url=url, since=time.time())
     connection.execute(statement.on_conflict_do_nothing())
 
 

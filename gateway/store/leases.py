@@ -3,11 +3,10 @@
 import os
 import secrets
 import socket
-from typing import Any
 
 from sqlalchemy import Connection, delete, or_, select
-from sqlalchemy.dialects import postgresql, sqlite
 
+from gateway.store.base import insert_into
 from gateway.store.tracing_models import Lease
 
 
@@ -25,8 +24,7 @@ def take(connection: Connection, name: str, owner: str, seconds: float, now: flo
     free = or_(Lease.owner == owner, Lease.expires < now)
     if held is not None and held != owner and _dead(held):
         free = or_(free, Lease.owner == held)
-    dialect: Any = sqlite if connection.dialect.name == "sqlite" else postgresql
-    statement = dialect.insert(Lease).values(name=name, owner=owner, expires=now + seconds)
+    statement = insert_into(connection, Lease).values(name=name, owner=owner, expires=now + seconds)
     changed = connection.execute(
         statement.on_conflict_do_update(
             index_elements=["name"],

@@ -19,9 +19,9 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.store import leases
+from gateway.store.base import insert_into
 from gateway.store.bulk import new_rows
 from gateway.store.models import Completion, Reward, Trajectory
 from gateway.store.tracing_models import LangfuseCursor, Lease, OutboxEntry
@@ -81,9 +81,9 @@ def add_where_traced(
 
 def trace_project(connection: Connection, project: str, now: float) -> None:
     """Note that a project has a Langfuse now. To be repeated within `TRACED_SECONDS`."""
-    dialect: Any = sqlite if connection.dialect.name == "sqlite" else postgresql
     row = {"project": project, "position": 0.0, "compared_at": 0.0}
-    connection.execute(dialect.insert(LangfuseCursor).values(row).on_conflict_do_nothing())
+    insert = insert_into(connection, LangfuseCursor)
+    connection.execute(insert.values(row).on_conflict_do_nothing())
     # All that send for a project say the same, so it is nobody's in particular.
     leases.take(connection, _mark(project), "any", TRACED_SECONDS, now)
 

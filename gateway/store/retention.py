@@ -1,13 +1,11 @@
 """How long the log of a project is kept, where the project has said so itself."""
 
 import time
-from typing import Any
 
 from sqlalchemy import Connection, delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
-from gateway.store.models import Base
+from gateway.store.base import Base, insert_into
 
 
 class Retention(Base):
@@ -29,10 +27,9 @@ def read_all(connection: Connection) -> dict[str, float | None]:
 
 def keep(connection: Connection, project: str, days: float | None) -> None:
     """Give a project its rule; None: for ever."""
-    insert: Any = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
     rule = {"days": days, "changed_at": time.time()}
     connection.execute(
-        insert(Retention)
+        insert_into(connection, Retention)
         .values(project=project, **rule)
         .on_conflict_do_update(index_elements=["project"], set_=rule)
     )

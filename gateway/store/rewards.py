@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
@@ -12,9 +11,9 @@ from sqlalchemy import (
     or_,
     select,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.store import choices, codec, waiting
+from gateway.store.base import insert_into
 from gateway.store.models import Reward
 from gateway.store.queries import reward_of
 from gateway.store.records import StoredReward
@@ -157,8 +156,8 @@ def _post(
         "body_digest": digest,
         "created_at": reward.created_at,
     }
-    insert: Any = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
-    statement = insert(Reward).values(row).on_conflict_do_nothing().returning(Reward.__table__)
+    insert = insert_into(connection, Reward)
+    statement = insert.values(row).on_conflict_do_nothing().returning(Reward.__table__)
     stored = connection.execute(statement).mappings().one_or_none()
     if stored is None:
         # Stored by an attempt whose end was not seen, or by another gateway at this moment.

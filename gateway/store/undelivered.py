@@ -6,10 +6,9 @@ Hardly any answer is one, so the table is small; whoever adds to it deletes what
 from typing import Any
 
 from sqlalchemy import Connection, ForeignKey, Index, delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Mapped, mapped_column
 
-from gateway.store.models import Base
+from gateway.store.base import Base, insert_into
 
 KEPT_SECONDS = 600.0
 """For which a client may come back for an answer."""
@@ -37,11 +36,10 @@ def keep(
     Args:
         now: Unix seconds.
     """
-    insert: Any = sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert
     answer = {"completion_id": completion_id, "kept_at": now}
     connection.execute(delete(Undelivered).where(Undelivered.kept_at < now - KEPT_SECONDS))
     connection.execute(
-        insert(Undelivered)
+        insert_into(connection, Undelivered)
         .values(project=project, place=place, **answer)
         .on_conflict_do_update(index_elements=["project", "place"], set_=answer)
     )

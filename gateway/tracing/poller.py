@@ -18,9 +18,9 @@ from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, delete, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.store import codec, outbox, rewards, withdrawals
+from gateway.store.base import insert_into
 from gateway.store.rewards import NewReward
 from gateway.store.tracing_models import LangfuseCursor, LangfuseScore
 from gateway.tracing import ids
@@ -227,9 +227,8 @@ class Poller:
 
     def _changed(self, connection: Connection, score: _Found, digest: bytes) -> bool:
         # Another process that takes the same score waits here, and then finds it taken.
-        dialect: Any = sqlite if self._database.is_sqlite else postgresql
         row = {"project": self._project, "id": score.id, "digest": digest, "at": score.at}
-        statement = dialect.insert(LangfuseScore).values(row)
+        statement = insert_into(connection, LangfuseScore).values(row)
         changed = connection.execute(
             statement.on_conflict_do_update(
                 index_elements=["project", "id"],
