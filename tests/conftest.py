@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection, Engine, event
 
 from gateway.backends.launch import VllmOptions, explain_failure, prepare
 
@@ -21,6 +22,14 @@ START_TIMEOUT = 240.0
 
 # Hardly a test needs it, and each gateway that a test starts would import it.
 os.environ.setdefault("STROP_PRELOAD_LITELLM", "false")
+
+
+@event.listens_for(Engine, "before_cursor_execute")
+def _refuse_to_write_while_reading(connection: Connection, _cursor, statement: str, *_) -> None:
+    # On PostgreSQL it would be committed, on SQLite not.
+    reading = connection.get_execution_options().get("isolation_level") == "AUTOCOMMIT"
+    verb = statement.split(maxsplit=1)[0].upper()
+    assert not reading or verb not in ("INSERT", "UPDATE", "DELETE"), statement
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,10 @@ waits for minutes for a host that has vanished."""
 class Database:
     """The trajectory database.
 
-    `read()` and `write()` give a connection in a transaction. On SQLite a write takes the lock at
-    once (`BEGIN IMMEDIATE`), so that it waits at its beginning and never fails in its middle.
+    `write()` gives a connection in a transaction. On SQLite it takes the lock at once (`BEGIN
+    IMMEDIATE`), so that it waits at its beginning and never fails in its middle. `read()` has a
+    transaction on SQLite alone: on PostgreSQL each statement sees what is committed when it begins
+    either way, and beginning and ending a transaction are two more round trips.
     Calls block: on an event loop they belong in a thread.
     """
 
@@ -40,11 +42,13 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         self.engine = _create_engine(self.url)
         self._write_engine = self.engine.execution_options(strop_write=True)
+        options: dict[str, Any] = {} if self.is_sqlite else {"isolation_level": "AUTOCOMMIT"}
+        self._read_engine = self.engine.execution_options(**options)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A connection for reading; what it changes is rolled back."""
-        with self.engine.connect() as connection:
+        """A connection for reading alone."""
+        with self._read_engine.connect() as connection:
             yield connection
 
     @contextmanager
@@ -55,22 +59,29 @@ class Database:
 
     @contextmanager
     def write_on(self, connection: Connection, *, durable: bool = True) -> Iterator[None]:
-        """The same on a connection of `read()`, between two of its transactions: what looks
-        first, then changes, then looks again need not ask the pool three times.
+        """The same on a connection of `read()`: what looks first, then changes, then looks again
+        need not ask the pool three times.
 
         Args:
             durable: False does not wait for PostgreSQL's disk: if the server crashes in the same
                 moment, it is as if the transaction had never been.
         """
         connection.rollback()
-        connection.execution_options(strop_write=True)
+        self._change(connection, write=True)
         try:
             with connection.begin():
                 if not (durable or self.is_sqlite):
                     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
                 yield
         finally:
-            connection.execution_options(strop_write=False)
+            self._change(connection, write=False)
+
+    def _change(self, connection: Connection, *, write: bool) -> None:
+        if self.is_sqlite:
+            connection.execution_options(strop_write=write)
+        else:
+            level = connection.default_isolation_level if write else "AUTOCOMMIT"
+            connection.execution_options(isolation_level=level)
 
     def connect_to_write(self) -> Connection:
         """A connection to be kept, whose every transaction is one of `write()`."""

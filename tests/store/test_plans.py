@@ -1,12 +1,14 @@
 """What the hot questions read of a PostgreSQL that is full: rows by index, and few of them."""
 
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from psycopg import ClientCursor
 from sqlalchemy import event, func, select
 
 from benchmarks import filling
@@ -35,6 +37,8 @@ LARGE = {
 MOST_ROWS = 400
 """Of one table in one statement. Each of the large tables has at least four times as many."""
 
+PARAMETER = re.compile(r"%\((\w+)\)s")
+
 Plan = dict[str, Any]
 
 
@@ -54,17 +58,32 @@ def filled(postgres) -> Iterator[Database]:
 
 @contextmanager
 def explained(database: Database) -> Iterator[list[tuple[str, Plan]]]:
-    """The statements that are sent meanwhile with their plans; those that read are measured."""
+    """The statements that are sent meanwhile, each with its plans: that of these parameters, and
+    that of a connection that has sent it often. Those that read are measured."""
     found: list[tuple[str, Plan]] = []
 
     def explain(_connection, cursor, statement, parameters, _context, _many):
         verb = statement.split(maxsplit=1)[0].upper()
         if verb not in ("SELECT", "WITH", "INSERT", "UPDATE", "DELETE"):
             return
-        measured = "ANALYZE, TIMING OFF, " * (verb == "SELECT")
+        how = f"EXPLAIN ({'ANALYZE, TIMING OFF, ' * (verb == 'SELECT')}FORMAT JSON)"
         with cursor.connection.cursor() as own:
-            own.execute(f"EXPLAIN ({measured}FORMAT JSON) {statement}", parameters)
+            own.execute(f"{how} {statement}", parameters)
             found.append((statement, own.fetchone()[0][0]["Plan"]))
+        with ClientCursor(cursor.connection) as own:
+            numbers: dict[str, str] = {}
+            numbered = PARAMETER.sub(
+                lambda match: numbers.setdefault(match[1], f"${len(numbers) + 1}"), statement
+            )
+            own.execute(f"PREPARE often AS {numbered}".replace("%%", "%"))
+            values = f"({', '.join(f'%({name})s' for name in numbers)})" if numbers else ""
+            execute = own.mogrify(f"EXECUTE often {values}", parameters)
+            # PostgreSQL looks at the values five times before it may settle on one plan for all.
+            for _ in range(5):
+                own.execute(f"EXPLAIN {execute}")
+            own.execute(f"{how} {execute}")
+            found.append((statement, own.fetchone()[0][0]["Plan"]))
+            own.execute("DEALLOCATE often")
 
     event.listen(database.engine, "before_cursor_execute", explain)
     try:
@@ -235,9 +254,9 @@ def a_group(connection) -> str:
 def test_it_reads_few_rows(filled: Database, what: str, monkeypatch):
     with filled.read() as connection:
         monkeypatch.setitem(globals(), "CHOSEN", chosen(connection))
-    # What is changed is rolled back.
-    with filled.read() as connection, explained(filled) as plans:
+    with filled.connect_to_write() as connection, explained(filled) as plans:
         assert ASKED[what](connection)
+        connection.rollback()
     assert plans
     wrong = [fault for statement, plan in plans for fault in faults(statement, plan)]
     assert not wrong, "\n\n".join(wrong)
@@ -248,6 +267,13 @@ def test_the_fill_is_as_large_as_the_measure_is_strict(filled: Database):
         for model in (Completion, Choice, Trajectory, Group, Reward):
             rows = connection.execute(select(func.count()).select_from(model)).scalar_one()
             assert rows >= 4 * MOST_ROWS, model
+
+
+def test_the_plans_of_a_connection_that_asked_often_are_among_them(filled: Database):
+    with filled.read() as connection, explained(filled) as plans:
+        assert queries.trajectory(connection, PROJECT, chosen(connection)[0])
+    conditions = [str(node.get("Index Cond")) for _, plan in plans for node in nodes(plan)]
+    assert any("$1" in condition for condition in conditions)
 
 
 def test_claiming_reads_what_is_ready(filled: Database):

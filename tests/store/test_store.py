@@ -186,8 +186,8 @@ async def test_another_project_sees_nothing(database: Database, writer: Writer, 
         assert queries.trajectory(connection, "other", "t") is None
         assert queries.completion(connection, "other", item.id) is None
         assert queries.groups(connection, "other", now=0.0) == []
-        with pytest.raises(rewards.UnknownTarget):
-            rewards.post(connection, "other", [rewards.NewReward(1.0, completion_id=item.id)])
+    with pytest.raises(rewards.UnknownTarget), database.write() as connection:
+        rewards.post(connection, "other", [rewards.NewReward(1.0, completion_id=item.id)])
 
 
 async def test_storing_a_completion_twice_changes_nothing(
@@ -211,3 +211,13 @@ def test_what_a_database_cannot_hold_is_refused_and_character_0_replaced(databas
             select(literal({"a": "b\0\\u0000\\\0"}, Completion.client_metadata.type))
         )
         assert shown.scalar_one() == {"a": "b\ufffd\\u0000\\\ufffd"}
+
+
+@pytest.mark.parametrize("empty_url", ["postgresql"], indirect=True)
+def test_reading_keeps_the_statements_that_postgresql_has_prepared(database: Database):
+    for _ in range(10):
+        with database.read() as connection:
+            assert queries.trajectory(connection, "p", "t") is None
+    with database.read() as connection:
+        kept = connection.exec_driver_sql("SELECT statement FROM pg_prepared_statements").scalars()
+        assert any("FROM trajectories" in statement for statement in kept)
