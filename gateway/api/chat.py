@@ -16,9 +16,11 @@ from gateway.api.delivery import (
     EVENTS,
     JSON,
     NO_REPLICA,
-    REPLAYED,
     deliver,
+    identity,
+    identity_of_replay,
     leave_keys,
+    logged,
     open_upstream,
     store,
     take_tokens,
@@ -35,7 +37,7 @@ from gateway.capture.request import (
     upstream_body,
     wants_of,
 )
-from gateway.capture.retries import as_chunks
+from gateway.capture.retries import Logged, as_chunks
 from gateway.capture.streaming import DONE, BrokenStream, encode, relay
 from gateway.capture.tokens import Capture, WrongVersion
 from gateway.catalog import served_version
@@ -67,12 +69,8 @@ class Exchange:
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What a client can read without parsing the body."""
-        ref = self.captured.trajectory
-        return [
-            (b"x-strop-completion", self.captured.id.encode()),
-            (b"x-strop-trajectory", ref.id.encode("latin-1", "replace")),
-            (b"x-strop-version", self.capture.shown.encode("latin-1", "replace")),
-        ]
+        captured = self.captured
+        return identity(captured.id, captured.trajectory.id, self.capture.shown)
 
 
 class ChatCompletions(JsonEndpoint):
@@ -91,9 +89,10 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
     Raises:
         ApiError: nothing was sent yet.
     """
-    again = await gateway.retries.take(gateway.project, headers_of(scope), body)
+    (again,) = await gateway.retries.take(gateway.project, headers_of(scope), body)
     if again is not None:
-        await _replay(again, wants_of(body), send)
+        work = _replay(again, wants_of(body), send)
+        await deliver(gateway, scope, receive, body, work, lambda: [again])
         return
     model = body.get("model")
     if isinstance(model, str) and model in gateway.settings.providers:
@@ -102,16 +101,17 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
     exchange = await _prepare(gateway, scope, body)
     way = _stream if exchange.captured.stream else _json
     work = way(gateway, exchange, send)
-    await deliver(gateway, scope, receive, body, exchange.captured, work)
+    await deliver(gateway, scope, receive, body, work, lambda: [logged(exchange.captured)])
 
 
-async def _replay(response: Json, wants: Wants, send: Send) -> None:
+async def _replay(answer: Logged, wants: Wants, send: Send) -> None:
     """Give a logged answer to the client that lost it."""
+    headers = identity_of_replay(answer)
     if not wants.stream:
-        await send_whole(send, 200, [JSON, REPLAYED], orjson.dumps(response))
+        await send_whole(send, 200, [JSON, *headers], orjson.dumps(answer.response))
         return
-    chunks = as_chunks(response)
-    await send_start(send, 200, [*EVENTS, REPLAYED])
+    chunks = as_chunks(answer.response)
+    await send_start(send, 200, [*EVENTS, *headers])
     shown = chunks if wants.usage else chunks[:-1]
     await send_body(send, b"".join([*(encode(chunk) for chunk in shown), DONE]))
 

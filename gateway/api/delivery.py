@@ -1,8 +1,9 @@
 """What all surfaces do at their end: commit, and only then answer."""
 
+import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -12,6 +13,7 @@ from gateway.backends.asking import first_answer
 from gateway.backends.vllm import Replica, UpstreamResponse
 from gateway.capture import threads
 from gateway.capture.placement import Placement
+from gateway.capture.retries import Logged
 from gateway.capture.tokens import Capture
 from gateway.errors import ApiError
 from gateway.gateway import Gateway
@@ -69,15 +71,68 @@ async def deliver(
     scope: Scope,
     receive: Receive,
     body: dict[str, Any],
-    captured: CapturedCompletion,
     work: Coroutine[Any, Any, None],
+    answers: Callable[[], Sequence[Logged | None]],
 ) -> None:
-    """Answer a request; what is whole and does not reach its client is kept for the retry."""
-    delivered = await unless_hung_up(receive, work)
-    if not delivered and captured.status == "complete" and captured.response:
-        await gateway.retries.keep(
-            gateway.project, headers_of(scope), body, captured.id, captured.response
+    """Answer a request; what is in the log and does not reach its client is kept for the retry.
+
+    Args:
+        answers: tells, after `work`, the answer to each part of the request; None where it has no
+            whole one.
+
+    Raises:
+        ApiError: nothing was sent.
+    """
+    try:
+        if await unless_hung_up(receive, work):
+            return
+    except ApiError:
+        await _keep(gateway, scope, body, answers())
+        raise
+    await _keep(gateway, scope, body, answers())
+
+
+async def _keep(
+    gateway: Gateway, scope: Scope, body: dict[str, Any], answers: Sequence[Logged | None]
+) -> None:
+    headers = headers_of(scope)
+    await asyncio.gather(
+        *(
+            gateway.retries.keep(gateway.project, headers, body, part, answer)
+            for part, answer in enumerate(answers)
+            if answer is not None
         )
+    )
+
+
+def logged(captured: CapturedCompletion) -> Logged | None:
+    """The answer of a completion that has a whole one."""
+    if captured.status != "complete" or not captured.response:
+        return None
+    trajectory_id = captured.trajectory.id
+    return Logged(captured.response, trajectory_id, captured.policy, captured.version)
+
+
+def identity(
+    completion_id: str, trajectory_id: str, shown: str | None
+) -> list[tuple[bytes, bytes]]:
+    """The headers from which a client learns what it got without parsing the body.
+
+    Args:
+        shown: the version by the name that clients see, if it is one of a policy.
+    """
+    headers = [
+        (b"x-strop-completion", completion_id.encode()),
+        (b"x-strop-trajectory", trajectory_id.encode("latin-1", "replace")),
+    ]
+    if shown is not None:
+        headers.append((b"x-strop-version", shown.encode("latin-1", "replace")))
+    return headers
+
+
+def identity_of_replay(answer: Logged) -> list[tuple[bytes, bytes]]:
+    """The same for an answer that was logged before."""
+    return [*identity(answer.response["id"], answer.trajectory_id, answer.shown), REPLAYED]
 
 
 def take_tokens(captured: CapturedCompletion, capture: Capture) -> None:
@@ -109,9 +164,12 @@ async def store(gateway: Gateway, captured: CapturedCompletion) -> None:
     try:
         tails = await gateway.writer.store(captured)
     except QueueFull as error:
+        captured.response = None
         raise ApiError(429, f"{error}. Try again in a second.", retry_after=1) from None
     except Exception as error:
         log.exception("%s was not stored", captured.id)
+        # It is not to be given to a retry either.
+        captured.response = None
         raise ApiError(
             500,
             f"The completion could not be logged ({type(error).__name__}), so it is not served. "

@@ -7,7 +7,16 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.delivery import EVENTS, JSON, deliver, leave_keys, store, take_tokens
+from gateway.api.delivery import (
+    EVENTS,
+    JSON,
+    deliver,
+    identity,
+    leave_keys,
+    logged,
+    store,
+    take_tokens,
+)
 from gateway.backends import providers
 from gateway.capture.attribution import read_claims
 from gateway.capture.placement import Placement
@@ -49,7 +58,7 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
     )
     way = _stream if captured.stream else _whole
     work = way(gateway, captured, placement, body, send)
-    await deliver(gateway, scope, receive, body, captured, work)
+    await deliver(gateway, scope, receive, body, work, lambda: [logged(captured)])
 
 
 async def _whole(
@@ -115,10 +124,7 @@ def _capture(captured: CapturedCompletion, body: Json) -> Capture:
 
 
 def _headers(captured: CapturedCompletion) -> list[tuple[bytes, bytes]]:
-    return [
-        (b"x-strop-completion", captured.id.encode()),
-        (b"x-strop-trajectory", captured.trajectory.id.encode("latin-1", "replace")),
-    ]
+    return identity(captured.id, captured.trajectory.id, None)
 
 
 async def _store(

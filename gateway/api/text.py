@@ -14,18 +14,30 @@ import aiohttp
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.delivery import EVENTS, JSON, NO_REPLICA, REPLAYED, deliver, open_upstream, store
+from gateway.api.delivery import (
+    EVENTS,
+    JSON,
+    NO_REPLICA,
+    REPLAYED,
+    deliver,
+    identity,
+    identity_of_replay,
+    logged,
+    open_upstream,
+    store,
+)
 from gateway.api.endpoint import JsonEndpoint
 from gateway.backends.vllm import UpstreamResponse, error_message
 from gateway.capture.attribution import read_claims
 from gateway.capture.request import Wants, check_choices, sampling_of, upstream_body
+from gateway.capture.retries import Logged
 from gateway.capture.streaming import DONE, BrokenStream, encode, relay
 from gateway.capture.tokens import Json, WrongVersion
 from gateway.capture.translate_text import TextCapture
 from gateway.catalog import served_version
 from gateway.errors import ApiError, invalid
 from gateway.gateway import Gateway
-from gateway.http import headers_of, send_body, send_start, send_whole, unless_hung_up
+from gateway.http import headers_of, send_body, send_start, send_whole
 from gateway.naming import find_model
 from gateway.store.ids import new_id
 from gateway.store.records import CapturedCompletion
@@ -49,6 +61,10 @@ class Exchange:
     biased: bool
 
 
+Part = Exchange | Logged
+"""A prompt that is asked, or one whose answer a client lost and comes back for."""
+
+
 class TextCompletions(JsonEndpoint):
     """The endpoint."""
 
@@ -57,35 +73,21 @@ class TextCompletions(JsonEndpoint):
     ) -> None:
         """Answer one request."""
         prompts = _prompts(body)
-        again = await gateway.retries.take(gateway.project, headers_of(scope), body)
-        if again is not None:
-            await _replay(again, body, send)
-            return
-        check_choices(body, gateway.settings.max_choices)
+        known = await gateway.retries.take(gateway.project, headers_of(scope), body, len(prompts))
+        if None in known:
+            check_choices(body, gateway.settings.max_choices)
         n = body.get("n") or 1
-        exchanges = [
-            await _prepare(gateway, scope, body, prompt, index * n)
+        parts: list[Part] = [
+            known[index] or await _prepare(gateway, scope, body, prompt, index * n)
             for index, prompt in enumerate(prompts)
         ]
         way = _stream if body.get("stream") else _whole
-        work = way(gateway, exchanges, body, send)
-        if len(exchanges) == 1:
-            await deliver(gateway, scope, receive, body, exchanges[0].captured, work)
-        else:
-            # Each is a completion by itself: there is no one answer to keep for a retry.
-            await unless_hung_up(receive, work)
+        work = way(gateway, parts, body, send)
+        await deliver(gateway, scope, receive, body, work, lambda: [*map(_logged_part, parts)])
 
 
-async def _replay(response: Json, body: Json, send: Send) -> None:
-    """Give a logged answer to the client that lost it."""
-    if not body.get("stream"):
-        await send_whole(send, 200, [JSON, REPLAYED], orjson.dumps(response))
-        return
-    chunks = [{**response, "usage": None}]
-    if (body.get("stream_options") or {}).get("include_usage"):
-        chunks.append({**response, "choices": []})
-    await send_start(send, 200, [*EVENTS, REPLAYED])
-    await send_body(send, b"".join([*map(encode, chunks), DONE]))
+def _logged_part(part: Part) -> Logged | None:
+    return part if isinstance(part, Logged) else logged(part.captured)
 
 
 def _prompts(body: Json) -> list[str | list[int]]:
@@ -178,8 +180,9 @@ async def _prepare(
     return Exchange(captured, capture, upstream, served_name, biased)
 
 
-async def _whole(gateway: Gateway, exchanges: list[Exchange], body: Json, send: Send) -> None:
-    tasks = [asyncio.ensure_future(_one(gateway, exchange)) for exchange in exchanges]
+async def _whole(gateway: Gateway, parts: list[Part], body: Json, send: Send) -> None:
+    asked = [part for part in parts if isinstance(part, Exchange)]
+    tasks = [asyncio.ensure_future(_one(gateway, exchange)) for exchange in asked]
     try:
         await asyncio.gather(*tasks)
     finally:
@@ -187,10 +190,10 @@ async def _whole(gateway: Gateway, exchanges: list[Exchange], body: Json, send: 
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    answers = [exchange.capture.response for exchange in exchanges]
+    answers = [_response(part) for part in parts]
     choices = [choice for answer in answers for choice in answer["choices"]]
-    answer = {**answers[0], "choices": choices, "usage": _usage(exchanges)}
-    await send_whole(send, 200, [JSON, *_headers(exchanges[0])], orjson.dumps(answer))
+    answer = {**answers[0], "choices": choices, "usage": _usage(answers)}
+    await send_whole(send, 200, [JSON, *_headers(parts)], orjson.dumps(answer))
 
 
 async def _one(gateway: Gateway, exchange: Exchange) -> None:
@@ -199,18 +202,21 @@ async def _one(gateway: Gateway, exchange: Exchange) -> None:
     await _complete(gateway, exchange)
 
 
-async def _stream(gateway: Gateway, exchanges: list[Exchange], body: Json, send: Send) -> None:
+async def _stream(gateway: Gateway, parts: list[Part], body: Json, send: Send) -> None:
     started = False
 
     async def show(event: bytes) -> None:
         nonlocal started
         if not started:
-            await send_start(send, 200, [*EVENTS, *_headers(exchanges[0])])
+            await send_start(send, 200, [*EVENTS, *_headers(parts)])
             started = True
         await send_body(send, event, more=True)
 
     try:
-        for exchange in exchanges:
+        for exchange in parts:
+            if isinstance(exchange, Logged):
+                await show(encode({**exchange.response, "usage": None}))
+                continue
             async with _logged(gateway, exchange) as response:
                 async for event in relay(response.content, exchange.capture):
                     exchange.captured.first_token_at = (
@@ -227,7 +233,8 @@ async def _stream(gateway: Gateway, exchanges: list[Exchange], body: Json, send:
         await send_body(send, encode(failure.body()))
         return
     if (body.get("stream_options") or {}).get("include_usage"):
-        last = {**exchanges[0].capture.response, "choices": [], "usage": _usage(exchanges)}
+        answers = [_response(part) for part in parts]
+        last = {**answers[0], "choices": [], "usage": _usage(answers)}
         await show(encode(last))
     await send_body(send, DONE)
 
@@ -325,16 +332,20 @@ async def _complete(gateway: Gateway, exchange: Exchange) -> None:
     await store(gateway, exchange.captured)
 
 
-def _headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
-    captured = exchange.captured
-    return [
-        (b"x-strop-completion", captured.id.encode()),
-        (b"x-strop-trajectory", captured.trajectory.id.encode("latin-1", "replace")),
-        (b"x-strop-version", exchange.capture.shown.encode("latin-1", "replace")),
-    ]
+def _response(part: Part) -> Json:
+    return part.response if isinstance(part, Logged) else part.capture.response
 
 
-def _usage(exchanges: list[Exchange]) -> Json:
+def _headers(parts: list[Part]) -> list[tuple[bytes, bytes]]:
+    """Those of the first part, and whether any was logged before."""
+    first = parts[0]
+    if isinstance(first, Logged):
+        return identity_of_replay(first)
+    headers = identity(first.captured.id, first.captured.trajectory.id, first.capture.shown)
+    return [*headers, REPLAYED] if any(isinstance(part, Logged) for part in parts) else headers
+
+
+def _usage(answers: list[Json]) -> Json:
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
-    used = [exchange.capture.usage or {} for exchange in exchanges]
+    used = [answer["usage"] or {} for answer in answers]
     return {name: sum(usage.get(name) or 0 for usage in used) for name in names}

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -32,25 +33,39 @@ _REMEMBERED = 1_000
 _AGAIN_SECONDS = (0.02, 0.1, 0.4)
 
 
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """An answer that is in the log, with what the headers of its response say."""
+
+    response: Json
+    trajectory_id: str
+    policy: str
+    version: int | None
+
+    @property
+    def shown(self) -> str | None:
+        """The version by the name that clients see; None for a provider's."""
+        return f"{self.policy}@{self.version}" if self.version is not None else None
+
+
 class Retries:
-    """Undelivered answers by project, idempotency key and body."""
+    """Undelivered answers by project, idempotency key and body.
+
+    A request that is logged as several completions has as many parts, each with its own answer.
+    """
 
     def __init__(self, database: Database, writer: Writer):
         self._database = database
         self._writer = writer
-        self._remembered: OrderedDict[tuple[str, bytes], tuple[float, Json]] = OrderedDict()
+        self._remembered: OrderedDict[tuple[str, bytes], tuple[float, Logged]] = OrderedDict()
         """Those that could not be noted, the oldest first."""
 
     async def keep(
-        self,
-        project: str,
-        headers: Mapping[str, str],
-        body: Json,
-        completion_id: str,
-        response: Json,
+        self, project: str, headers: Mapping[str, str], body: Json, part: int, answer: Logged
     ) -> None:
         """Note that a client was gone before its answer was."""
-        place, now = place_of(headers, body), time.time()
+        place, now = place_of(headers, body, part), time.time()
+        completion_id = answer.response["id"]
 
         def note(connection: Connection) -> None:
             undelivered.keep(connection, project, place, completion_id, now)
@@ -68,50 +83,68 @@ class Retries:
         except Exception as error:
             # The database is away, or the completion is still in a journal.
             log.warning("%s is kept for a retry in memory only: %s", completion_id, error)
-            self._remembered[project, place] = (now, response)
+            self._remembered[project, place] = (now, answer)
             self._remembered.move_to_end((project, place))
             if len(self._remembered) > _REMEMBERED:
                 self._remembered.popitem(last=False)
 
-    async def take(self, project: str, headers: Mapping[str, str], body: Json) -> Json | None:
-        """The answer to a request that says it is a retry; each is given once.
+    async def take(
+        self, project: str, headers: Mapping[str, str], body: Json, parts: int = 1
+    ) -> list[Logged | None]:
+        """The answers to the parts of a request that says it is a retry; each is given once.
 
         Raises:
             ApiError: 429, too much is being written.
         """
         if not _is_retry(headers):
-            return None
-        place, now = place_of(headers, body), time.time()
-        kept_at, response = self._remembered.pop((project, place), (0.0, {}))
-        if response and now - kept_at < undelivered.KEPT_SECONDS:
-            return response
+            return [None] * parts
+        places, now = [place_of(headers, body, part) for part in range(parts)], time.time()
+        found = self._recall(project, places, now)
+        missing = [place for place in places if place not in found]
         try:
             # Most retries are of what never got an answer: they need not wait for a commit.
-            if not await asyncio.to_thread(self._is_kept, project, place, now):
-                return None
-            taken = await self._writer.run(lambda c: undelivered.take(c, project, place, now))
-            return await asyncio.to_thread(self._response, project, taken) if taken else None
+            known = await asyncio.to_thread(self._any_kept, project, missing, now)
+            if known:
+                taken = await self._writer.run(
+                    lambda connection: undelivered.take(connection, project, missing, now)
+                )
+                found.update(await asyncio.to_thread(self._read, project, taken))
         except QueueFull as error:
             raise ApiError(429, f"{error}. Try again in a second.", retry_after=1) from None
         except OperationalError as error:
             if not connection_lost(error):
                 raise
-            return None
+        return [found.get(place) for place in places]
 
-    def _is_kept(self, project: str, place: bytes, now: float) -> bool:
+    def _recall(self, project: str, places: list[bytes], now: float) -> dict[bytes, Logged]:
+        found = {}
+        for place in places:
+            kept_at, answer = self._remembered.pop((project, place), (0.0, None))
+            if answer is not None and now - kept_at < undelivered.KEPT_SECONDS:
+                found[place] = answer
+        return found
+
+    def _any_kept(self, project: str, places: list[bytes], now: float) -> bool:
         with self._database.read() as connection:
-            return undelivered.is_kept(connection, project, place, now)
+            return undelivered.any_kept(connection, project, places, now)
 
-    def _response(self, project: str, completion_id: str) -> Json | None:
+    def _read(self, project: str, taken: dict[bytes, str]) -> dict[bytes, Logged]:
         with self._database.read() as connection:
-            found = queries.completion(connection, project, completion_id)
-        return found.response if found is not None else None
+            stored = {
+                place: queries.completion(connection, project, id) for place, id in taken.items()
+            }
+        return {
+            place: Logged(item.response, item.trajectory_id, item.policy, item.version)
+            for place, item in stored.items()
+            if item is not None and item.response is not None
+        }
 
 
-def place_of(headers: Mapping[str, str], body: Json) -> bytes:
-    """The same for a request and its retry, and for no other."""
+def place_of(headers: Mapping[str, str], body: Json, part: int = 0) -> bytes:
+    """The same for a part of a request and of its retry, and for no other."""
     key = headers.get("idempotency-key", "")
-    return sha256(key.encode() + b"\0" + codec.digest_json(body)).digest()
+    which = f"\0{part}".encode() if part else b""
+    return sha256(key.encode() + b"\0" + codec.digest_json(body) + which).digest()
 
 
 def _is_retry(headers: Mapping[str, str]) -> bool:

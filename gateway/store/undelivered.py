@@ -3,6 +3,7 @@
 Hardly any answer is one, so the table is small; whoever adds to it deletes what is too old.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Connection, ForeignKey, Index, delete, select
@@ -21,7 +22,7 @@ class Undelivered(Base):
 
     project: Mapped[str] = mapped_column(primary_key=True)
     place: Mapped[bytes] = mapped_column(primary_key=True)
-    """Digest of the request's idempotency key and body."""
+    """Digest of the request's idempotency key, its body, and which part of it was answered."""
     completion_id: Mapped[str] = mapped_column(ForeignKey("completions.id", ondelete="CASCADE"))
     kept_at: Mapped[float]
 
@@ -45,25 +46,29 @@ def keep(
     )
 
 
-def _there(project: str, place: bytes, now: float) -> tuple[Any, ...]:
+def _there(project: str, places: Sequence[bytes], now: float) -> tuple[Any, ...]:
     return (
         Undelivered.project == project,
-        Undelivered.place == place,
+        Undelivered.place.in_(places),
         Undelivered.kept_at >= now - KEPT_SECONDS,
     )
 
 
-def is_kept(connection: Connection, project: str, place: bytes, now: float) -> bool:
+def any_kept(connection: Connection, project: str, places: Sequence[bytes], now: float) -> bool:
     """Whether there is something to take."""
     found = connection.execute(
-        select(Undelivered.completion_id).where(*_there(project, place, now))
+        select(Undelivered.completion_id).where(*_there(project, places, now)).limit(1)
     )
     return found.first() is not None
 
 
-def take(connection: Connection, project: str, place: bytes, now: float) -> str | None:
-    """The id of the completion; of all that ask, one gets it."""
+def take(
+    connection: Connection, project: str, places: Sequence[bytes], now: float
+) -> dict[bytes, str]:
+    """The ids of the completions by their places; of all that ask, one gets each."""
     taken = connection.execute(
-        delete(Undelivered).where(*_there(project, place, now)).returning(Undelivered.completion_id)
+        delete(Undelivered)
+        .where(*_there(project, places, now))
+        .returning(Undelivered.place, Undelivered.completion_id)
     )
-    return taken.scalar_one_or_none()
+    return dict(taken.tuples().all())

@@ -22,6 +22,7 @@ CHAT: dict[str, Any] = {"model": "agent", "messages": ASK, "max_tokens": 6}
 SURFACES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", CHAT),
     "text": ("/v1/completions", {"model": "agent", "prompt": "Find the", "max_tokens": 6, "n": 2}),
+    "texts": ("/v1/completions", {"model": "agent", "prompt": ["Find", "And"], "max_tokens": 6}),
     "responses": ("/v1/responses", {"model": "agent", "input": "Find", "max_output_tokens": 6}),
     "messages": ("/v1/messages", CHAT),
     "provider": ("/v1/chat/completions", {**CHAT, "model": "big"}),
@@ -49,23 +50,36 @@ async def other(strop: Running, toy_base: Path) -> AsyncIterator[str]:
         yield url
 
 
+def parts_of(body: dict[str, Any]) -> int:
+    """How many completions a request is logged as."""
+    return len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+
+
 async def hang_up(strop: Running, path: str, body: dict[str, Any], **headers: str) -> str:
-    """Ask, and be gone when the answer is in the log; the id of the completion."""
+    """Ask, and be gone when the answer is in the log; the id of the completion, of several the
+    last one's."""
     stored: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     writer, kept = strop.gateway.writer, asyncio.Event()
     original, original_run = writer.store, writer.run
+    missing, unkept = parts_of(body), parts_of(body)
 
     async def slow_store(captured: Any) -> Any:
+        nonlocal missing
         tails = await original(captured)
-        stored.set_result(captured.id)
-        await asyncio.sleep(60)
+        missing -= 1
+        if not missing:
+            stored.set_result(captured.id)
+            await asyncio.sleep(60)
         return tails
 
     async def run(operation: Any) -> Any:
+        nonlocal unkept
         try:
             return await original_run(operation)
         finally:
-            kept.set()
+            unkept -= 1
+            if not unkept:
+                kept.set()
 
     writer.store, writer.run = slow_store, run
     try:
@@ -115,7 +129,7 @@ async def test_the_answer_that_never_arrived_is_given_by_any_gateway(
         fresh = await answered(strop, url + path, body)
         again = await answered(strop, url + path, body, **mark)
         assert lost in again
-        assert count(strop) == before + 3
+        assert count(strop) == before + 3 * parts_of(body)
         assert shape(again, stream) == shape(fresh, stream)
         # It has arrived now.
         assert lost not in await answered(strop, strop.url + path, body, **mark)
@@ -132,6 +146,80 @@ def shape(text: str, stream: bool) -> Any:
     events = [json.loads(line) for line in lines if line != "[DONE]"]
     kinds = {(event.get("type"), event.get("object")) for event in events}
     return kinds, "[DONE]" in lines
+
+
+@pytest.mark.parametrize("surface", ["chat", "text", "texts", "provider"])
+async def test_it_comes_with_the_headers_of_the_first_answer(
+    strop: Running, other: str, surface: str
+):
+    path, body = SURFACES[surface]
+    trajectory = f"of-{surface}"
+    named = {"X-Strop-Trajectory": trajectory}
+    await hang_up(strop, path, body, **named)
+    found = {}
+    for mark in (COUNT, {}):
+        async with strop.http.post(other + path, json=body, headers={**mark, **named}) as response:
+            answer, headers = await response.json(), response.headers
+        assert headers["x-strop-completion"] == answer["id"]
+        assert headers["x-strop-trajectory"] == trajectory
+        assert headers.get("x-strop-replayed") == ("true" if mark else None)
+        found[bool(mark)] = {name for name in headers if name.lower().startswith("x-strop")}
+    assert found[True] - found[False] == {"x-strop-replayed"}
+    assert ("x-strop-version" in found[True]) == (surface != "provider")
+
+
+async def test_of_several_prompts_those_that_failed_are_asked_again_alone(strop: Running):
+    path, body = SURFACES["texts"]
+    original = strop.gateway.writer.store
+
+    async def fail(captured: Any) -> Any:
+        if captured.request["prompt"] == "And":
+            # The other one is in the log by then.
+            await asyncio.sleep(0.3)
+            raise RuntimeError("the disk is full")
+        return await original(captured)
+
+    strop.gateway.writer.store = fail
+    try:
+        async with strop.http.post(strop.url + path, json=body) as response:
+            assert response.status == 500
+    finally:
+        strop.gateway.writer.store = original
+    assert count(strop) == 1
+    async with strop.http.post(strop.url + path, json=body, headers=COUNT) as response:
+        answer = await response.json()
+        assert response.headers["x-strop-replayed"] == "true"
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert count(strop) == 2
+
+
+@pytest.mark.parametrize("surface", ["chat", "text"])
+async def test_a_retry_that_is_lost_too_is_answered_by_the_next(
+    strop: Running, monkeypatch: pytest.MonkeyPatch, surface: str
+):
+    path, body = SURFACES[surface]
+    lost = await hang_up(strop, path, body)
+    asked, kept = asyncio.Event(), asyncio.Event()
+    keep = strop.gateway.retries.keep
+
+    async def send_whole(*_: Any) -> None:
+        asked.set()
+        await asyncio.sleep(60)
+
+    async def noted(*arguments: Any) -> None:
+        await keep(*arguments)
+        kept.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"gateway.api.{surface}.send_whole", send_whole)
+        patch.setattr(strop.gateway.retries, "keep", noted)
+        url = strop.url + path
+        request = asyncio.ensure_future(strop.http.post(url, json=body, headers=COUNT))
+        await asyncio.wait_for(asked.wait(), 30)
+        request.cancel()
+        await asyncio.wait_for(kept.wait(), 30)
+    assert lost in await answered(strop, strop.url + path, body, **COUNT)
+    assert count(strop) == 1
 
 
 async def test_of_many_retries_at_once_one_gets_the_answer(strop: Running, other: str):
