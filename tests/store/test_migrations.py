@@ -243,7 +243,8 @@ def test_what_was_answered_before_can_be_noted_as_undelivered(empty_url: str, ca
     database.migrate("0013")
     with database.write() as connection:
         undelivered.keep(connection, "default", b"place", item.id, 1e9)
-        assert undelivered.take(connection, "default", b"place", 1e9) == item.id
+        taken = undelivered.take(connection, "default", [b"place"], 1e9)
+        assert taken == {b"place": item.id}
         assert queries.completion(connection, "default", item.id).messages == item.messages
         assert retention.read_all(connection) == {"default": 30.0}
     database.dispose()

@@ -12,7 +12,7 @@ from gateway.store.writer import Writer
 from tests.store.conftest import Captured
 
 NOW = 1e9
-PLACE = b"\x00place"
+PLACE, OTHER = b"\x00place", b"other place"
 
 
 def keep(database: Database, id: str, project: str = "default", now: float = NOW) -> None:
@@ -22,11 +22,11 @@ def keep(database: Database, id: str, project: str = "default", now: float = NOW
 
 def take(database: Database, project: str = "default", now: float = NOW) -> str | None:
     with database.read() as connection:
-        there = undelivered.is_kept(connection, project, PLACE, now)
+        there = undelivered.any_kept(connection, project, [OTHER, PLACE], now)
     with database.write() as connection:
-        taken = undelivered.take(connection, project, PLACE, now)
-    assert there is (taken is not None)
-    return taken
+        taken = undelivered.take(connection, project, [OTHER, PLACE], now)
+    assert there is bool(taken)
+    return taken.get(PLACE)
 
 
 async def test_each_is_taken_once_by_its_own_project(
@@ -54,11 +54,27 @@ async def test_of_many_that_ask_at_once_one_gets_it(
 
         def ask(_: int) -> str | None:
             with database.write() as connection:
-                return undelivered.take(connection, "default", PLACE, NOW)
+                return undelivered.take(connection, "default", [PLACE], NOW).get(PLACE)
 
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(ask, range(8)))
         assert sorted(filter(None, answers)) == [item.id]
+
+
+async def test_of_several_places_each_has_its_own(
+    database: Database, writer: Writer, captured: Captured
+):
+    items = [captured() for _ in range(3)]
+    for index, item in enumerate(items):
+        await writer.store(item)
+        with database.write() as connection:
+            undelivered.keep(connection, "default", b"%d" % index, item.id, NOW)
+    with database.write() as connection:
+        taken = undelivered.take(connection, "default", [b"2", b"0", OTHER], NOW)
+    assert taken == {b"0": items[0].id, b"2": items[2].id}
+    with database.read() as connection:
+        assert undelivered.any_kept(connection, "default", [b"1"], NOW)
+        assert not undelivered.any_kept(connection, "default", [b"0", b"2"], NOW)
 
 
 async def test_what_is_too_old_is_neither_taken_nor_kept(
