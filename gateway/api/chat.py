@@ -16,11 +16,11 @@ from gateway.api.delivery import (
     EVENTS,
     JSON,
     NO_REPLICA,
+    answer_of,
     deliver,
     identity,
     identity_of_replay,
     leave_keys,
-    logged,
     open_upstream,
     store,
     take_tokens,
@@ -101,7 +101,7 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
     exchange = await _prepare(gateway, scope, body)
     way = _stream if exchange.captured.stream else _json
     work = way(gateway, exchange, send)
-    await deliver(gateway, scope, receive, body, work, lambda: [logged(exchange.captured)])
+    await deliver(gateway, scope, receive, body, work, lambda: [answer_of(exchange.captured)])
 
 
 async def _replay(answer: Logged, wants: Wants, send: Send) -> None:

@@ -1,6 +1,5 @@
 """What all surfaces do at their end: commit, and only then answer."""
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -83,29 +82,20 @@ async def deliver(
     Raises:
         ApiError: nothing was sent.
     """
+
+    async def keep() -> None:
+        await gateway.retries.keep(gateway.project, headers_of(scope), body, answers())
+
     try:
-        if await unless_hung_up(receive, work):
-            return
+        delivered = await unless_hung_up(receive, work)
     except ApiError:
-        await _keep(gateway, scope, body, answers())
+        await keep()
         raise
-    await _keep(gateway, scope, body, answers())
+    if not delivered:
+        await keep()
 
 
-async def _keep(
-    gateway: Gateway, scope: Scope, body: dict[str, Any], answers: Sequence[Logged | None]
-) -> None:
-    headers = headers_of(scope)
-    await asyncio.gather(
-        *(
-            gateway.retries.keep(gateway.project, headers, body, part, answer)
-            for part, answer in enumerate(answers)
-            if answer is not None
-        )
-    )
-
-
-def logged(captured: CapturedCompletion) -> Logged | None:
+def answer_of(captured: CapturedCompletion) -> Logged | None:
     """The answer of a completion that has a whole one."""
     if captured.status != "complete" or not captured.response:
         return None
@@ -164,11 +154,11 @@ async def store(gateway: Gateway, captured: CapturedCompletion) -> None:
     try:
         tails = await gateway.writer.store(captured)
     except QueueFull as error:
+        # It is not to be given to a retry either.
         captured.response = None
         raise ApiError(429, f"{error}. Try again in a second.", retry_after=1) from None
     except Exception as error:
         log.exception("%s was not stored", captured.id)
-        # It is not to be given to a retry either.
         captured.response = None
         raise ApiError(
             500,

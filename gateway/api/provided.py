@@ -10,10 +10,10 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.delivery import (
     EVENTS,
     JSON,
+    answer_of,
     deliver,
     identity,
     leave_keys,
-    logged,
     store,
     take_tokens,
 )
@@ -58,7 +58,7 @@ async def answer(gateway: Gateway, scope: Scope, receive: Receive, send: Send, b
     )
     way = _stream if captured.stream else _whole
     work = way(gateway, captured, placement, body, send)
-    await deliver(gateway, scope, receive, body, work, lambda: [logged(captured)])
+    await deliver(gateway, scope, receive, body, work, lambda: [answer_of(captured)])
 
 
 async def _whole(

@@ -19,10 +19,10 @@ from gateway.api.delivery import (
     JSON,
     NO_REPLICA,
     REPLAYED,
+    answer_of,
     deliver,
     identity,
     identity_of_replay,
-    logged,
     open_upstream,
     store,
 )
@@ -74,20 +74,33 @@ class TextCompletions(JsonEndpoint):
         """Answer one request."""
         prompts = _prompts(body)
         known = await gateway.retries.take(gateway.project, headers_of(scope), body, len(prompts))
-        if None in known:
-            check_choices(body, gateway.settings.max_choices)
-        n = body.get("n") or 1
-        parts: list[Part] = [
-            known[index] or await _prepare(gateway, scope, body, prompt, index * n)
-            for index, prompt in enumerate(prompts)
-        ]
-        way = _stream if body.get("stream") else _whole
-        work = way(gateway, parts, body, send)
-        await deliver(gateway, scope, receive, body, work, lambda: [*map(_logged_part, parts)])
+        parts: list[Part | None] = [*known]
+        work = _answer(gateway, scope, body, prompts, parts, send)
+        await deliver(gateway, scope, receive, body, work, lambda: [*map(_answer_of, parts)])
 
 
-def _logged_part(part: Part) -> Logged | None:
-    return part if isinstance(part, Logged) else logged(part.captured)
+async def _answer(
+    gateway: Gateway,
+    scope: Scope,
+    body: Json,
+    prompts: list[str | list[int]],
+    parts: list[Part | None],
+    send: Send,
+) -> None:
+    """Ask the prompts that have no part yet, and answer all; their parts are put into `parts`."""
+    if None in parts:
+        check_choices(body, gateway.settings.max_choices)
+    n, ready = body.get("n") or 1, []
+    for index, prompt in enumerate(prompts):
+        part = parts[index] or await _prepare(gateway, scope, body, prompt, index * n)
+        parts[index] = part
+        ready.append(part)
+    way = _stream if body.get("stream") else _whole
+    await way(gateway, ready, body, send)
+
+
+def _answer_of(part: Part | None) -> Logged | None:
+    return answer_of(part.captured) if isinstance(part, Exchange) else part
 
 
 def _prompts(body: Json) -> list[str | list[int]]:
@@ -213,10 +226,11 @@ async def _stream(gateway: Gateway, parts: list[Part], body: Json, send: Send) -
         await send_body(send, event, more=True)
 
     try:
-        for exchange in parts:
-            if isinstance(exchange, Logged):
-                await show(encode({**exchange.response, "usage": None}))
+        for part in parts:
+            if isinstance(part, Logged):
+                await show(encode({**part.response, "usage": None}))
                 continue
+            exchange = part
             async with _logged(gateway, exchange) as response:
                 async for event in relay(response.content, exchange.capture):
                     exchange.captured.first_token_at = (

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -61,11 +61,28 @@ class Retries:
         """Those that could not be noted, the oldest first."""
 
     async def keep(
-        self, project: str, headers: Mapping[str, str], body: Json, part: int, answer: Logged
+        self,
+        project: str,
+        headers: Mapping[str, str],
+        body: Json,
+        answers: Sequence[Logged | None],
     ) -> None:
-        """Note that a client was gone before its answer was."""
-        place, now = place_of(headers, body, part), time.time()
-        completion_id = answer.response["id"]
+        """Note that a client was gone before the answers to the parts of its request were.
+
+        Args:
+            answers: one for each part; None where it has no whole one.
+        """
+        places = places_of(headers, body, len(answers))
+        await asyncio.gather(
+            *(
+                self._keep(project, place, answer)
+                for place, answer in zip(places, answers, strict=True)
+                if answer is not None
+            )
+        )
+
+    async def _keep(self, project: str, place: bytes, answer: Logged) -> None:
+        completion_id, now = answer.response["id"], time.time()
 
         def note(connection: Connection) -> None:
             undelivered.keep(connection, project, place, completion_id, now)
@@ -98,7 +115,7 @@ class Retries:
         """
         if not _is_retry(headers):
             return [None] * parts
-        places, now = [place_of(headers, body, part) for part in range(parts)], time.time()
+        places, now = places_of(headers, body, parts), time.time()
         found = self._recall(project, places, now)
         missing = [place for place in places if place not in found]
         try:
@@ -140,11 +157,11 @@ class Retries:
         }
 
 
-def place_of(headers: Mapping[str, str], body: Json, part: int = 0) -> bytes:
-    """The same for a part of a request and of its retry, and for no other."""
+def places_of(headers: Mapping[str, str], body: Json, parts: int = 1) -> list[bytes]:
+    """For each part of a request: the same for it and its retry, and for no other."""
     key = headers.get("idempotency-key", "")
-    which = f"\0{part}".encode() if part else b""
-    return sha256(key.encode() + b"\0" + codec.digest_json(body) + which).digest()
+    whole = key.encode() + b"\0" + codec.digest_json(body)
+    return [sha256(whole + (b"\0%d" % part if part else b"")).digest() for part in range(parts)]
 
 
 def _is_retry(headers: Mapping[str, str]) -> bool:

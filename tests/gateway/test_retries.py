@@ -12,6 +12,7 @@ from sqlalchemy import delete, func, select
 from sqlalchemy.exc import OperationalError
 
 from gateway.backends.providers import Provider
+from gateway.errors import ApiError
 from gateway.settings import Settings
 from gateway.store import undelivered
 from gateway.store.models import Completion
@@ -168,7 +169,9 @@ async def test_it_comes_with_the_headers_of_the_first_answer(
     assert ("x-strop-version" in found[True]) == (surface != "provider")
 
 
-async def test_of_several_prompts_those_that_failed_are_asked_again_alone(strop: Running):
+async def test_of_several_prompts_those_that_failed_are_asked_again_alone(
+    strop: Running, monkeypatch: pytest.MonkeyPatch
+):
     path, body = SURFACES["texts"]
     original = strop.gateway.writer.store
 
@@ -186,6 +189,15 @@ async def test_of_several_prompts_those_that_failed_are_asked_again_alone(strop:
     finally:
         strop.gateway.writer.store = original
     assert count(strop) == 1
+
+    # A retry that is refused before anything is asked takes nothing away from the next one.
+    async def find_nothing(*_: Any) -> Any:
+        raise ApiError(503, "Not here yet.", retry_after=1)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.api.text.find_model", find_nothing)
+        async with strop.http.post(strop.url + path, json=body, headers=COUNT) as response:
+            assert response.status == 503
     async with strop.http.post(strop.url + path, json=body, headers=COUNT) as response:
         answer = await response.json()
         assert response.headers["x-strop-replayed"] == "true"

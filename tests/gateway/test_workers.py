@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy import select
 
 from gateway.backends.launch import free_port
-from gateway.capture.retries import place_of
+from gateway.capture.retries import places_of
 from gateway.settings import Settings
 from gateway.store import Database, undelivered
 from gateway.store.journal import Journal
@@ -163,7 +163,8 @@ async def test_a_retry_that_comes_to_the_other_process_gets_the_logged_answer(se
     reply = await served.say(one, [ask])
     with served.database.write() as connection:
         # As `one` does where it finds its client gone.
-        undelivered.keep(connection, "default", place_of({}, body), reply["id"], time.time())
+        (place,) = places_of({}, body)
+        undelivered.keep(connection, "default", place, reply["id"], time.time())
     headers = {"x-stainless-retry-count": "1"}
     url = served.url + "/v1/chat/completions"
     for expected in (True, False):
